@@ -1,0 +1,176 @@
+"""Where the time of a runner goes: disjoint wall-clock buckets and cumulative counts.
+
+Knows names and arithmetic. Does not know what the phases do, and reading never computes anything.
+MLX evaluates lazily, so time lands in the bucket where an evaluation is waited for, not where the
+operation was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from time import perf_counter_ns
+
+# Disjoint by construction: a nested phase's time is taken out of the phase around it.
+PHASES = (
+    "build",
+    "eval_wait",
+    "final_wait",
+    "router",
+    "expert_io",
+    "bind",
+    "pipeline_wait",
+    "sampling",
+    "detokenize",
+    "loop",
+)
+
+
+@dataclass(frozen=True)
+class PhaseCounters:
+    """A snapshot, cumulative since open; `later - earlier` gives what happened between.
+
+    Every `*_ns` except `*_gpu_ns` is wall time in nanoseconds, and the buckets add up to
+    `total_ns`. None means not measured here, never zero: MLX's Python API has no device
+    timestamps, so the three `*_gpu_ns` are None.
+    """
+
+    calls: int = 0
+    """Forward passes, counted per token also inside chunks."""
+    total_ns: int = 0
+    """Everything below: forward passes, sampling, detokenizing and the loop around them."""
+    build_ns: int = 0
+    """Host time of a forward pass outside the other buckets: building and encoding the graph."""
+    eval_wait_ns: int = 0
+    """Blocked on a layer's result inside a pass (router readback)."""
+    final_wait_ns: int = 0
+    """Blocked on the logits at the end of a pass."""
+    router_ns: int = 0
+    """Host routing: top-k and the plan of cache slots."""
+    expert_io_ns: int = 0
+    """Blocking reads of missing experts."""
+    bind_ns: int = 0
+    """Uploading routing weights and slot indices."""
+    pipeline_wait_ns: int = 0
+    """Waiting for the previous layer's routed work before its slots may be overwritten."""
+    sampling_ns: int = 0
+    detokenize_ns: int = 0
+    loop_ns: int = 0
+    """The generation loop itself: stop checks, events, bookkeeping."""
+    attention_gpu_ns: int | None = None
+    routed_gpu_ns: int | None = None
+    final_gpu_ns: int | None = None
+    expert_requests: int = 0
+    expert_hits: int = 0
+    expert_io_bytes_requested: int = 0
+    expert_io_bytes_physical: int | None = None
+    """Bytes that reached the disk; None unless it was measured (see `expert_io_samples`)."""
+    expert_io_samples: int = 0
+    """Reads whose physical bytes were measured; check it before dividing."""
+    prefetch_requests: int = 0
+    prefetch_hits: int = 0
+
+    def __sub__(self, earlier: PhaseCounters) -> PhaseCounters:
+        """Field by field; a field that either side did not measure stays None."""
+
+        def minus(name: str) -> int | None:
+            new, old = getattr(self, name), getattr(earlier, name)
+            return None if new is None or old is None else new - old
+
+        return PhaseCounters(**{f.name: minus(f.name) for f in fields(self)})  # type: ignore[arg-type]
+
+    @property
+    def forward_ns(self) -> int:
+        """`total_ns` without sampling, detokenizing and the loop."""
+        return self.total_ns - self.sampling_ns - self.detokenize_ns - self.loop_ns
+
+    @property
+    def expert_hit_rate(self) -> float | None:
+        """Hits per request, or None when nothing was requested."""
+        return self.expert_hits / self.expert_requests if self.expert_requests else None
+
+    def as_dict(self) -> dict[str, int | None]:
+        """Field name to value, in declaration order."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{'phase':<16}{'ms':>12}{'ms/call':>10}{'share':>8}"]
+        total, calls = max(self.total_ns, 1), max(self.calls, 1)
+        for name in ("total", *PHASES):
+            ns = getattr(self, f"{name}_ns")
+            if ns or name == "total":
+                ms = ns / 1e6
+                lines.append(f"{name:<16}{ms:>12.2f}{ms / calls:>10.3f}{ns / total:>8.1%}")
+        lines.append(f"{'calls':<16}{self.calls:>12}")
+        if self.expert_requests:
+            lines.append(
+                f"experts: {self.expert_requests} requested, {self.expert_hits} hit "
+                f"({self.expert_hits / self.expert_requests:.1%}), "
+                f"{self.expert_io_bytes_requested / 2**20:.1f} MiB read"
+            )
+        if self.prefetch_requests:
+            lines.append(f"prefetch: {self.prefetch_requests} requested, {self.prefetch_hits} used")
+        return "\n".join(lines)
+
+
+class PhaseClock:
+    """Accumulates `PhaseCounters`; one thread at a time.
+
+    `with clock.phase("router"):` charges the block to that bucket. Phases nest, and the inner
+    one's time is not the outer one's, so buckets never overlap. A phase must be closed before its
+    function yields: a suspended generator would charge the consumer's time.
+    """
+
+    def __init__(self) -> None:
+        self._spent = dict.fromkeys(PHASES, 0)
+        self._counts: dict[str, int] = {}
+        self._open: list[str] = []
+        self._mark = 0
+        self._phases = {name: _Phase(self, name) for name in PHASES}
+
+    def phase(self, name: str) -> _Phase:
+        """A context manager charging its block to bucket `name`, one of `PHASES`."""
+        return self._phases[name]
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a count field of `PhaseCounters` (`calls`, `expert_hits`, ...)."""
+        self._counts[name] = self._counts.get(name, 0) + amount
+
+    def snapshot(self, **measured: int | None) -> PhaseCounters:
+        """The state now, closed phases only; `measured` sets count fields that others keep."""
+        spent = {f"{name}_ns": ns for name, ns in self._spent.items()}
+        values = {**spent, **self._counts, **measured}
+        return PhaseCounters(total_ns=sum(spent.values()), **values)  # type: ignore[arg-type]
+
+    def _enter(self, name: str) -> None:
+        now = perf_counter_ns()
+        if self._open:
+            self._spent[self._open[-1]] += now - self._mark
+        self._open.append(name)
+        self._mark = now
+
+    def _exit(self, name: str) -> None:
+        now = perf_counter_ns()
+        if not self._open or self._open[-1] != name:
+            raise RuntimeError(
+                f"phase {name!r} closed while {self._open} are open; "
+                "a generator must not yield inside a phase"
+            )
+        self._open.pop()
+        self._spent[name] += now - self._mark
+        self._mark = now
+
+
+class _Phase:
+    """The reusable context manager of one bucket; the clock holds all state."""
+
+    __slots__ = ("_clock", "_name")
+
+    def __init__(self, clock: PhaseClock, name: str) -> None:
+        self._clock = clock
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._clock._enter(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._clock._exit(self._name)

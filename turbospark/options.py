@@ -1,0 +1,347 @@
+"""Every option a caller can give: opening a model, and generating with it.
+
+Knows names, defaults, ranges and which values contradict each other. Does not know models, files
+or MLX: whether a family can honour an option is decided, and said, where the model is opened.
+The environment is read by `from_env` and `interactive` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    Strict,
+    model_validator,
+)
+
+from turbospark.errors import OptionError
+from turbospark.policies import (
+    AUTO_DRAFT_WIDTH,
+    ENV_PREFIX,
+    MAX_DRAFT_WIDTH,
+    Bool,
+    DflashPolicy,
+    DraftPolicies,
+    ExpertResidency,
+    FrozenOptions,
+    Int,
+    KvQuant,
+    LiveToggles,
+    LoadGuard,
+    MtpPolicy,
+    Natural,
+    Positive,
+    Real,
+    RuntimeToggles,
+    env_variable,
+    option,
+    short,
+)
+
+DEFAULT_MAX_CONTEXT = 4096
+EXPERT_CACHE_SLOTS = 16
+AUTO_PREFILL_CHUNK = 512
+MAX_TOP_K = 256
+
+# --- fields whose types live on higher floors ---------------------------------------------------
+
+
+def _as_arch(value: Any) -> Any:
+    """None, an ArchConfig, or a manifest's `arch` object.
+
+    Imported here and not above: options are floor 0 and the architecture record is floor 1.
+    """
+    if value is None:
+        return None
+    from turbospark.install.arch import ArchConfig
+
+    if isinstance(value, ArchConfig):
+        return value
+    if isinstance(value, dict):
+        return ArchConfig.from_manifest(value)
+    raise ValueError(f"{short(value)} is not valid; works: an ArchConfig or None")
+
+
+def _as_steering(value: Any) -> Any:
+    """None (off), or a SteeringPolicy where this build has one; imported late, as above."""
+    if value is None:
+        return None
+    try:
+        policy = import_module("turbospark.steering").SteeringPolicy
+    except ImportError:
+        raise ValueError(
+            f"{short(value)} was asked for, but this build has no steering; works: None"
+        ) from None
+    if isinstance(value, policy):
+        return value
+    if isinstance(value, dict):
+        return policy.model_validate(value)
+    raise ValueError(f"{short(value)} is not valid; works: a SteeringPolicy or None")
+
+
+def _arch_json(value: Any) -> Any:
+    return None if value is None else value.to_manifest()
+
+
+def _steering_json(value: Any) -> Any:
+    return None if value is None else value.model_dump(mode="json")
+
+
+Expecting = Annotated[Any, PlainValidator(_as_arch), PlainSerializer(_arch_json, when_used="json")]
+Steering = Annotated[
+    Any, PlainValidator(_as_steering), PlainSerializer(_steering_json, when_used="json")
+]
+SidecarPath = Annotated[
+    str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)
+]
+AutoOrPositive = Literal["auto"] | Positive
+PrefillChunk = Literal["off", "auto", 32, 64, 128, 256, 512, 1024, 2048, 4096]
+
+
+# --- opening ----------------------------------------------------------------------------------
+
+
+class OpenOptions(FrozenOptions):
+    """How to open an install. `OpenOptions()` pins everything the environment could change.
+
+    Constructing, `replace` and the JSON readers raise OptionError, one line that names the option,
+    its value and what works. What was finally chosen is `runner.resolved`.
+    """
+
+    expecting: Expecting = option(
+        None,
+        "an ArchConfig or None",
+        "architecture the manifest must match field by field; None trusts the manifest",
+    )
+    max_context: AutoOrPositive = option(
+        DEFAULT_MAX_CONTEXT,
+        "an integer >= 1 or 'auto'",
+        "tokens the KV cache is allocated for; 'auto' fits the trained context and the memory",
+    )
+    min_auto_context: Natural = option(
+        0, "an integer >= 0", "refuse to open when max_context='auto' comes out smaller"
+    )
+    load_guard: LoadGuard | Positive = option(
+        LoadGuard.RELAXED,
+        "'off', 'relaxed', 'balanced', 'strict' or a number of bytes > 0",
+        "memory an open may plan to use",
+    )
+    expert_cache_slots: AutoOrPositive = option(
+        EXPERT_CACHE_SLOTS,
+        "an integer >= 1 or 'auto'",
+        "experts kept per layer when streaming; capped at the expert count",
+    )
+    expert_residency: ExpertResidency = option(
+        ExpertResidency.STREAMED,
+        "'streamed', 'mapped', 'resident' or 'auto'",
+        "where routed experts live",
+    )
+    expert_cache_policy: Literal["lfu", "lru"] = option(
+        "lfu", "'lfu' or 'lru'", "which expert a full cache gives up"
+    )
+    expert_lookahead: Bool = option(
+        False, "True or False", "read the experts that the next layer will probably ask for"
+    )
+    kv_quant: KvQuant = option(
+        KvQuant.OFF, "'off', 2, 3, 3.5 or 4", "bits of quantized keys and values"
+    )
+    speculation: DraftPolicies = option(
+        DraftPolicies(), "a DraftPolicies", "which drafter to build; off by default"
+    )
+    acceptance: Literal["auto", "rejection", "match"] = option(
+        "auto", "'auto', 'rejection' or 'match'", "how sampled proposals are accepted"
+    )
+    steering: Steering = option(
+        None, "a SteeringPolicy or None", "directional edits of the residual stream; None is off"
+    )
+    session_slots: Positive = option(
+        1, "an integer >= 1", "conversations kept at once: one live, the rest parked"
+    )
+    prefix_reuse: Bool = option(
+        False, "True or False", "keep the cache of a shared prompt prefix between calls"
+    )
+    prefill_chunk: PrefillChunk = option(
+        "auto",
+        "'off', 'auto' or a power of two 32..4096",
+        f"prompt tokens per forward pass; 'auto' is {AUTO_PREFILL_CHUNK}",
+    )
+    swa_ring_capacity: Positive | None = option(
+        None, "an integer >= the window, or None", "slots of a sliding-window cache (for testing)"
+    )
+    toggles: RuntimeToggles = option(
+        RuntimeToggles(), "a RuntimeToggles", "switches between equivalent ways of computing"
+    )
+    vision_sidecar: SidecarPath | None = option(
+        None, "a path, 'auto' or None", "the image tower's install"
+    )
+    verify: Literal["none", "receipt", "full"] = option(
+        "none", "'none', 'receipt' or 'full'", "checksums to check before opening"
+    )
+    verify_reads: Bool = option(
+        False, "True or False", "check every expert that is read against the install's checksums"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "'auto', 'float32', 'bfloat16' or 'float16'",
+        "activations; 'auto' is float32 on a CPU and the install's own dtype on a GPU",
+    )
+    device: Literal["auto", "cpu", "gpu"] = option(
+        "auto", "'auto', 'cpu' or 'gpu'", "where the model runs"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OpenOptions:
+        if self.min_auto_context and self.max_context != "auto":
+            raise ValueError(
+                f"min_auto_context={self.min_auto_context} applies to max_context='auto' alone, "
+                f"but max_context={self.max_context}; drop one of them"
+            )
+        if self.acceptance == "rejection" and self.speculation.dflash.kind == "fixed":
+            raise ValueError(
+                f"acceptance='rejection' needs a drafter with probabilities, but speculation names "
+                f"dflash={self.speculation.dflash}; works: 'auto' or 'match'"
+            )
+        return self
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **changes: Any) -> OpenOptions:
+        """The pinned defaults, overlaid with the variables that are set, then with `changes`.
+
+        Reads TURBOSPARK_PREFILL_CHUNK, _EXPERT_RESIDENCY, _MTP_DRAFT, _DFLASH_DRAFT and the
+        toggles'. A drafter whose variable is not set stays off.
+        """
+        return cls(**{**_environment(environ, changes), **changes})
+
+    @classmethod
+    def interactive(cls, environ: Mapping[str, str] | None = None, **changes: Any) -> OpenOptions:
+        """For a person at a terminal: slots, residency and context automatic, environment read.
+
+        Speculation follows the environment, where an unset MTP variable means "if the install has
+        it"; the block drafter opens only when its variable names a width, since it seldom pays.
+        """
+        values: dict[str, Any] = {
+            "expert_cache_slots": "auto",
+            "expert_residency": ExpertResidency.AUTO,
+            "max_context": "auto",
+            **_environment(environ, changes),
+        }
+        if "speculation" not in changes:
+            policies = DraftPolicies.from_env(environ)
+            quiet = policies.dflash.kind == "auto"
+            values["speculation"] = policies.replace(dflash="off") if quiet else policies
+        return cls(**{**values, **changes})
+
+
+def _environment(environ: Mapping[str, str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenOptions fields that the environment sets and the caller does not (`given` wins)."""
+    values: dict[str, Any] = {}
+    chunk = env_variable("PREFILL_CHUNK", environ)
+    if chunk is not None and "prefill_chunk" not in given:
+        values["prefill_chunk"] = int(chunk) if chunk.isdigit() else chunk
+        _checkenv_variable("PREFILL_CHUNK", chunk, prefill_chunk=values["prefill_chunk"])
+    residency = env_variable("EXPERT_RESIDENCY", environ)
+    if residency is not None and "expert_residency" not in given:
+        values["expert_residency"] = residency
+        _checkenv_variable("EXPERT_RESIDENCY", residency, expert_residency=residency)
+    if "toggles" not in given:
+        values["toggles"] = RuntimeToggles.from_env(environ)
+    if "speculation" not in given:
+        named: dict[str, Any] = {}
+        if env_variable(MtpPolicy.VARIABLE, environ) is not None:
+            named["mtp"] = MtpPolicy.from_env(environ)
+        if env_variable(DflashPolicy.VARIABLE, environ) is not None:
+            named["dflash"] = DflashPolicy.from_env(environ)
+        values["speculation"] = DraftPolicies(**named)
+    return values
+
+
+def _checkenv_variable(suffix: str, text: str, **field: Any) -> None:
+    """Refuse a variable's value by the variable's name rather than the field's."""
+    try:
+        OpenOptions(**field)
+    except OptionError as error:
+        raise OptionError(f"{ENV_PREFIX}{suffix}={text!r}: {error}") from None
+
+
+# --- generating -------------------------------------------------------------------------------
+
+
+def _as_strings(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Strings = Annotated[tuple[Annotated[str, Strict()], ...], BeforeValidator(_as_strings)]
+
+
+class GenerationOptions(FrozenOptions):
+    """One generation: its length, its sampling and its stops. Raises OptionError."""
+
+    max_new_tokens: Positive = option(
+        1024, "an integer >= 1", "tokens to generate at most; prompt + this must fit max_context"
+    )
+    temperature: Annotated[Real, Field(ge=0)] = option(
+        0.2, "a finite number >= 0 (0 is greedy)", "applied after the truncations"
+    )
+    top_k: Annotated[Int, Field(ge=0, le=MAX_TOP_K)] = option(
+        64, f"an integer 0..{MAX_TOP_K} (0 is off)", "keep the k most probable tokens"
+    )
+    top_p: Annotated[Real, Field(gt=0, le=1)] = option(
+        0.95, "a number > 0 and <= 1 (1 is off)", "keep the smallest head of this probability mass"
+    )
+    min_p: Annotated[Real, Field(ge=0, lt=1)] = option(
+        0.0, "a number >= 0 and < 1 (0 is off)", "drop tokens below this fraction of the top's"
+    )
+    repetition_penalty: Annotated[Real, Field(gt=0)] = option(
+        1.0, "a finite number > 0 (1 is off)", "over prompt and answer, once per distinct token"
+    )
+    presence_penalty: Annotated[Real, Field(ge=-2, le=2)] = option(
+        0.0, "a number -2..2 (0 is off)", "subtracted once from every generated token"
+    )
+    frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] = option(
+        0.0, "a number -2..2 (0 is off)", "subtracted per occurrence among generated tokens"
+    )
+    seed: Annotated[Int, Field(ge=0, lt=2**64)] | None = option(
+        None, "an integer 0..2^64-1, or None for the clock", "same seed, same tokens"
+    )
+    stop: Strings = option((), "a string or a list of strings", "texts that end the answer")
+    stop_token_ids: tuple[Natural, ...] = option(
+        (), "a list of token ids >= 0", "token ids that end the answer, besides the model's own"
+    )
+    ignore_eos: Bool = option(
+        False, "True or False", "run through the model's own end tokens (for measuring)"
+    )
+
+    @model_validator(mode="after")
+    def _nucleus_needs_top_k(self) -> GenerationOptions:
+        if self.top_p < 1 and self.temperature > 0 and self.top_k == 0:
+            raise ValueError(
+                f"top_p={self.top_p} with temperature={self.temperature} needs top_k > 0, "
+                f"but top_k=0; works: top_k 1..{MAX_TOP_K} or top_p=1"
+            )
+        return self
+
+
+__all__ = [
+    "AUTO_DRAFT_WIDTH",
+    "AUTO_PREFILL_CHUNK",
+    "DEFAULT_MAX_CONTEXT",
+    "EXPERT_CACHE_SLOTS",
+    "MAX_DRAFT_WIDTH",
+    "DflashPolicy",
+    "DraftPolicies",
+    "ExpertResidency",
+    "GenerationOptions",
+    "KvQuant",
+    "LiveToggles",
+    "LoadGuard",
+    "MtpPolicy",
+    "OpenOptions",
+    "RuntimeToggles",
+]
