@@ -1,0 +1,164 @@
+"""Key/value memory: every position (LinearKV) or the newest ones (RingKV).
+
+Knows buffers and which rows a query reads. Does not know rope, norms or models.
+Buffers are allocated once; no second handle to a buffer is ever kept, because slice
+assignment to a buffer with two handles copies all of it.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from turbospark.cache.attend import Step, causal_attention, masked_attention, ring_mask
+from turbospark.cache.specs import FullSpec, RingSpec
+from turbospark.errors import UnsupportedError
+
+RING_SLACK = 128
+
+
+class LinearKV:
+    """K [1, KV, capacity, D] and V [1, KV, capacity, Dv]; position p lives in row p."""
+
+    def __init__(self, spec: FullSpec, capacity: int, dtype: mx.Dtype) -> None:
+        self.keys = mx.zeros((1, spec.kv_heads, capacity, spec.key_dim), dtype=dtype)
+        self.values = mx.zeros((1, spec.kv_heads, capacity, spec.value_dim), dtype=dtype)
+
+    def arrays(self) -> list[mx.array]:
+        """The buffers, to be evaluated or counted; callers must not keep them."""
+        return [self.keys, self.values]
+
+    def rewind_refusal(self, position: int, to: int) -> str | None:
+        """Why the layer cannot go back from `position` to `to`; None when it can."""
+        return None
+
+    def snapshot(self) -> None:
+        """Nothing: going back is moving the position."""
+
+    def restore(self, snapshot: None) -> None:
+        """Nothing to put back."""
+
+    def attend(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        step: Step,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Write rows k, v [1, KV, L, D] of this step, then attend q [1, H, L, D] causally."""
+        self.keys[:, :, step.start : step.end] = k
+        self.values[:, :, step.start : step.end] = v
+        return self.read(q, step, scale, sinks)
+
+    def read(
+        self, q: mx.array, step: Step, scale: float, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Attend q over rows already written, this step's included."""
+        return causal_attention(
+            q,
+            self.keys[:, :, : step.end],
+            self.values[:, :, : step.end],
+            scale,
+            sinks,
+            step.rows_attention,
+        )
+
+
+class RingKV:
+    """The newest `capacity` positions; position p lives in row p % capacity.
+
+    A pass that turns the ring and has more rows than `capacity - window + 1` is taken in blocks of
+    that many, so that no row overwrites a key that an earlier row of its block still needs. Keys are always read
+    in slot order, which makes every chunking of a prompt sum in the same order.
+    """
+
+    def __init__(self, spec: RingSpec, capacity: int, dtype: mx.Dtype) -> None:
+        if capacity < spec.window:
+            raise UnsupportedError(
+                f"swa_ring_capacity {capacity} is below the attention window {spec.window}; "
+                f"use at least {spec.window}"
+            )
+        self.window = spec.window
+        self.capacity = capacity
+        self.keys = mx.zeros((1, spec.kv_heads, capacity, spec.key_dim), dtype=dtype)
+        self.values = mx.zeros((1, spec.kv_heads, capacity, spec.value_dim), dtype=dtype)
+
+    def arrays(self) -> list[mx.array]:
+        """The buffers, to be evaluated or counted; callers must not keep them."""
+        return [self.keys, self.values]
+
+    def rewind_refusal(self, position: int, to: int) -> str | None:
+        """Why the ring cannot go back from `position` to `to`; None when it can."""
+        slack = self.capacity - self.window
+        if position <= self.capacity or position - to <= slack:
+            return None
+        return (
+            f"a rewind of {position - to} tokens passes the ring's slack of {slack} "
+            f"(capacity {self.capacity}, window {self.window})"
+        )
+
+    def snapshot(self) -> None:
+        """Nothing: going back is moving the position, within the slack."""
+
+    def restore(self, snapshot: None) -> None:
+        """Nothing to put back."""
+
+    def attend(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        step: Step,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Write rows k, v [1, KV, L, D] and attend q [1, H, L, D] within the window."""
+        block = self.capacity - self.window + 1
+        if step.rows <= block or step.end <= self.capacity:
+            self._write(k, v, step.start)
+            return self._read(q, step, step.start, step.rows, scale, sinks)
+        outputs = []
+        for at in range(0, step.rows, block):
+            part = slice(at, min(at + block, step.rows))
+            start = step.start + at
+            self._write(k[:, :, part], v[:, :, part], start)
+            rows = part.stop - at
+            outputs.append(self._read(q[:, :, part], step, start, rows, scale, sinks))
+        return mx.concatenate(outputs, axis=2)
+
+    def read(
+        self, q: mx.array, step: Step, scale: float, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Attend q over rows already written; only for steps that fit one block."""
+        return self._read(q, step, step.start, step.rows, scale, sinks)
+
+    def _write(self, k: mx.array, v: mx.array, start: int) -> None:
+        rows, slot = k.shape[2], start % self.capacity
+        head = min(rows, self.capacity - slot)
+        self.keys[:, :, slot : slot + head] = k[:, :, :head]
+        self.values[:, :, slot : slot + head] = v[:, :, :head]
+        if head < rows:
+            self.keys[:, :, : rows - head] = k[:, :, head:]
+            self.values[:, :, : rows - head] = v[:, :, head:]
+
+    def _read(
+        self,
+        q: mx.array,
+        step: Step,
+        start: int,
+        rows: int,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        end = start + rows
+        length = min(end, self.capacity)
+        keys, values = self.keys[:, :, :length], self.values[:, :, :length]
+        if end <= self.window:
+            return causal_attention(q, keys, values, scale, sinks, step.rows_attention)
+        name = (start, rows, self.window, self.capacity)
+        if name not in step.masks:
+            step.masks[name] = mx.array(ring_mask(start, rows, self.window, self.capacity))
+        return masked_attention(
+            q, keys, values, step.masks[name], scale, sinks, step.rows_attention
+        )

@@ -1,0 +1,56 @@
+"""What each layer must remember, as a family declares it.
+
+Knows shapes. Does not know memory or arithmetic: `cache.state` turns specs into buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FullSpec:
+    """Keys and values of every position."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class RingSpec:
+    """Keys and values of the newest positions; row i attends to j with i - window < j <= i."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention: one row of [latent | rotated key] per position."""
+
+    latent_dim: int
+    rope_dim: int
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """A gated delta net: fp32 state [value_heads, value_dim, key_dim], last conv inputs."""
+
+    value_heads: int
+    value_dim: int
+    key_dim: int
+    conv_rows: int
+    conv_channels: int
+
+
+@dataclass(frozen=True)
+class SharedSpec:
+    """No memory of its own: reads the keys and values that layer `source` wrote in this pass."""
+
+    source: int
+
+
+CacheSpec = FullSpec | RingSpec | LatentSpec | RecurrentSpec | SharedSpec

@@ -1,0 +1,150 @@
+"""All that one conversation remembers inside the model: one cache per layer, one position.
+
+Knows how to allocate, advance, go back and count. Does not know layers or tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from turbospark.cache.attend import Step
+from turbospark.cache.kv import RING_SLACK, LinearKV, RingKV
+from turbospark.cache.latent import LatentKV
+from turbospark.cache.recurrent import RecurrentState
+from turbospark.cache.specs import (
+    CacheSpec,
+    FullSpec,
+    LatentSpec,
+    RecurrentSpec,
+    RingSpec,
+    SharedSpec,
+)
+from turbospark.errors import UnsupportedError
+
+Cache = LinearKV | RingKV | LatentKV | RecurrentState
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A point to come back to: the position, and references to each recurrent layer's state."""
+
+    position: int
+    layers: tuple[Any, ...]
+
+
+def ring_capacity(window: int, max_context: int, override: int | None) -> int:
+    """Rows of a ring: the window plus slack for going back, never more than the context."""
+    return min(max_context, max(1, override) if override is not None else window + RING_SLACK)
+
+
+class LayerStates:
+    """Caches of every layer for one conversation of at most `max_context` positions."""
+
+    def __init__(
+        self,
+        specs: Sequence[CacheSpec],
+        max_context: int,
+        dtype: mx.Dtype,
+        ring_override: int | None = None,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.max_context = max_context
+        self.position = 0
+        self.step = Step(0, 0)
+        self.layers: list[Cache] = []
+        for spec in self.specs:
+            self.layers.append(self._allocate(spec, dtype, ring_override))
+        mx.eval(self.arrays())
+
+    def _allocate(self, spec: CacheSpec, dtype: mx.Dtype, override: int | None) -> Cache:
+        if isinstance(spec, SharedSpec):
+            return self.layers[spec.source]
+        if isinstance(spec, RingSpec) and spec.window >= self.max_context:
+            # A window as wide as the context never drops a key.
+            spec = FullSpec(spec.kv_heads, spec.key_dim, spec.value_dim)
+        if isinstance(spec, RingSpec):
+            return RingKV(spec, ring_capacity(spec.window, self.max_context, override), dtype)
+        if isinstance(spec, FullSpec):
+            return LinearKV(spec, self.max_context, dtype)
+        if isinstance(spec, LatentSpec):
+            return LatentKV(spec, self.max_context, dtype)
+        return RecurrentState(spec, dtype)
+
+    def owned(self) -> list[Cache]:
+        """The caches that have memory of their own, shared ones left out."""
+        return [
+            c for c, s in zip(self.layers, self.specs, strict=True) if not isinstance(s, SharedSpec)
+        ]
+
+    def arrays(self) -> list[mx.array]:
+        """Every buffer, for evaluation; callers must not keep the list."""
+        return [a for cache in self.owned() for a in cache.arrays()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays())
+
+    @property
+    def buffers(self) -> int:
+        return len(self.arrays())
+
+    @property
+    def recurrent(self) -> bool:
+        return any(isinstance(s, RecurrentSpec) for s in self.specs)
+
+    def begin(self, rows: int, rows_attention: bool = True) -> Step:
+        """Open a pass over the next `rows` positions."""
+        self.step = Step(self.position, rows, rows_attention)
+        return self.step
+
+    def advance(self) -> None:
+        """Close the pass opened by `begin`: its rows are now part of the past."""
+        self.position = self.step.end
+
+    def snapshot(self) -> Snapshot:
+        """A point to come back to; costs references only."""
+        return Snapshot(self.position, tuple(c.snapshot() for c in self.owned()))
+
+    def rewind_refusal(self, to: int) -> str | None:
+        """Why the caches cannot go back to `to` without a snapshot; None when they can."""
+        if to == self.position:
+            return None
+        if not 0 <= to < self.position:
+            return f"position {to} is outside 0..{self.position}"
+        if to == 0:
+            return None
+        for cache in self.owned():
+            reason = cache.rewind_refusal(self.position, to)
+            if reason:
+                return reason
+        return None
+
+    def rewind(self, to: int) -> None:
+        """Forget positions >= `to`."""
+        reason = self.rewind_refusal(to)
+        if reason:
+            raise UnsupportedError(f"cannot rewind from {self.position} to {to}: {reason}")
+        if to == 0:
+            self.reset()
+        self.position = to
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot taken on these caches."""
+        for cache, saved in zip(self.owned(), snapshot.layers, strict=True):
+            if not isinstance(cache, RecurrentState):
+                reason = cache.rewind_refusal(self.position, snapshot.position)
+                if reason:
+                    raise UnsupportedError(f"cannot restore {snapshot.position}: {reason}")
+            cache.restore(saved)
+        self.position = snapshot.position
+
+    def reset(self) -> None:
+        """Forget everything; buffers stay."""
+        for cache in self.owned():
+            if isinstance(cache, RecurrentState):
+                cache.reset()
+        self.position = 0

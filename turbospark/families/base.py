@@ -1,0 +1,116 @@
+"""What a family declares: how its checkpoint is read, named, shaped and run.
+
+Knows the vocabulary shared by all families. Does not know any one architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from turbospark.cache.specs import CacheSpec
+from turbospark.cache.state import LayerStates
+from turbospark.families.config import ConfigReader
+from turbospark.install.arch import ArchConfig
+from turbospark.install.planes import Planes
+
+PROJECTIONS = ("gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Routed experts of one layer: gate and up are [width, hidden], down is [hidden, width].
+
+    With `bias`, each projection has a per-expert bias vector.
+    """
+
+    count: int
+    hidden: int
+    width: int
+    bias: bool = False
+
+    def matrix(self, projection: str) -> tuple[int, int]:
+        """Logical (rows, columns) of one expert's projection."""
+        return (self.hidden, self.width) if projection == "down" else (self.width, self.hidden)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One canonical tensor (or one part of the routed experts) found in a source tensor.
+
+    Resident: `target` is the canonical name; with `part` = (index, count) the tensor's rows are
+    that part of the target's rows. Routed: `target` is None, `layer` and `role` ("gate", "up",
+    "down", or "gate_bias", ...) say where it goes; `expert` is its number, or None when the
+    source's leading axis counts the experts. `rows` picks rows of the source (of each expert's
+    matrix when stacked); `transform` is applied to the picked planes (of one expert at a time).
+    """
+
+    target: str | None = None
+    layer: int | None = None
+    role: str | None = None
+    expert: int | None = None
+    rows: slice | None = None
+    transform: Callable[[Planes], Planes] | None = None
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a family can do; refusal texts and `supports_*` both read these fields.
+
+    A field is None where the feature works and holds the cause where it does not.
+    """
+
+    chunked_prefill: str | None = None
+    steering: str | None = None
+    kv_quant: str | None = None
+    prefix_reuse: str | None = None
+    session_pool: str | None = None
+    drafters: tuple[str, ...] = ()
+
+
+class Model(Protocol):
+    """A family's forward pass over arrays already in memory. Batch is always one row of ids."""
+
+    vocab_size: int
+    cache_specs: list[CacheSpec]
+
+    def __call__(
+        self,
+        ids: mx.array,
+        states: LayerStates,
+        after_layer: Callable[[int, mx.array], mx.array] | None = None,
+    ) -> mx.array:
+        """ids int32 [1, L] -> residual stream [1, L, hidden] before the final norm."""
+
+    def final_norm(self, hidden: mx.array) -> mx.array:
+        """[1, L, hidden] -> what the output head reads."""
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """[1, L, hidden] before the final norm -> float32 logits [1, L, vocab]."""
+
+
+Activation = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture family: one file, one row of the registry."""
+
+    name: str
+    model_types: tuple[str, ...]
+    wires: tuple[str, ...]
+    read_config: Callable[[ConfigReader], Any]
+    arch: Callable[[Any], ArchConfig]
+    config_from_arch: Callable[[ArchConfig], dict[str, Any]]
+    weight_shapes: Callable[[Any], dict[str, tuple[int, ...]]]
+    pieces: Callable[[Any, str], tuple[Piece, ...] | None]
+    build: Callable[..., Model]
+    expert_shapes: Callable[[Any], dict[int, ExpertShape]] = lambda config: {}
+    expert_activation: Callable[[Any], Activation] | None = None
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    gguf_architectures: tuple[str, ...] = ()
+    gguf_config: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], dict] | None = None
+    gguf_pieces: Callable[[Any, str], tuple[Piece, ...] | None] | None = None

@@ -1,0 +1,126 @@
+"""Matrices applied to rows: dense, quantized, fused, and embedding tables.
+
+Knows how each storage format multiplies on each device. Does not know tensor names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import mlx.core as mx
+
+from turbospark.dtypes import Quant
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x W^T + bias with W dense, kept transposed as `matrix` [in, out]."""
+
+    matrix: mx.array
+    bias: mx.array | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [..., in] -> [..., out]."""
+        if self.bias is not None:
+            return mx.addmm(self.bias, x, self.matrix)
+        return x @ self.matrix
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """y = x W^T + bias with W [out, in] packed as `fmt` says."""
+
+    fmt: Quant
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    bias: mx.array | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [..., in] -> [..., out]."""
+        y = mx.quantized_matmul(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            transpose=True,
+            group_size=self.fmt.group_size,
+            bits=self.fmt.bits,
+            mode=self.fmt.mode,
+        )
+        return y if self.bias is None else y + self.bias
+
+
+AnyLinear = Linear | QuantizedLinear
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Several matrices over the same input; one multiplication where their formats agree."""
+
+    parts: tuple[AnyLinear, ...]
+    sizes: tuple[int, ...]
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        """x [..., in] -> one [..., size] per fused matrix, in order."""
+        if len(self.parts) > 1:
+            return [part(x) for part in self.parts]
+        return mx.split(self.parts[0](x), list(accumulate(self.sizes))[:-1], axis=-1)
+
+
+def fuse(parts: Sequence[AnyLinear], sizes: Sequence[int]) -> FusedLinear:
+    """Join matrices along their outputs when they are stored alike; else keep them apart."""
+    first = parts[0]
+    joined: AnyLinear | None = None
+    bias = _join([p.bias for p in parts], axis=0)
+    if any((p.bias is None) != (first.bias is None) for p in parts):
+        joined = None
+    elif all(isinstance(p, Linear) for p in parts):
+        joined = Linear(mx.concatenate([p.matrix for p in parts], axis=1), bias)  # type: ignore[union-attr]
+    elif isinstance(first, QuantizedLinear) and all(
+        isinstance(p, QuantizedLinear) and p.fmt == first.fmt for p in parts
+    ):
+        planes = [
+            _join([getattr(p, name) for p in parts], axis=0)
+            for name in ("weight", "scales", "biases")
+        ]
+        joined = QuantizedLinear(first.fmt, planes[0], planes[1], planes[2], bias)  # type: ignore[arg-type]
+    if joined is None:
+        return FusedLinear(tuple(parts), tuple(sizes))
+    mx.eval([a for a in vars(joined).values() if isinstance(a, mx.array)])
+    return FusedLinear((joined,), tuple(sizes))
+
+
+def _join(arrays: Sequence[mx.array | None], axis: int) -> mx.array | None:
+    present = [a for a in arrays if a is not None]
+    return mx.concatenate(present, axis=axis) if len(present) == len(arrays) else None
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A table [rows, width], dense or quantized, looked up by id and usable as a tied head."""
+
+    table: mx.array | None
+    packed: QuantizedLinear | None
+    dtype: mx.Dtype
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """ids int [1, L] -> [1, L, width]."""
+        if self.packed is None:
+            return self.table[ids]
+        p = self.packed
+        rows = mx.dequantize(
+            p.weight[ids],
+            p.scales[ids],
+            None if p.biases is None else p.biases[ids],
+            group_size=p.fmt.group_size,
+            bits=p.fmt.bits,
+            mode=p.fmt.mode,
+        )
+        return rows.astype(self.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """x [..., width] -> [..., rows]: the tied output head."""
+        return self.packed(x) if self.packed is not None else x @ self.table.T

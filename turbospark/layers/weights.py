@@ -1,0 +1,130 @@
+"""From stored tensors to layers: reads each named tensor once and casts it for the device.
+
+Knows storage formats and the compute dtype. Does not know which names a family uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from turbospark.dtypes import Quant
+from turbospark.errors import MissingTensorError, TensorShapeError
+from turbospark.install.planes import Planes
+from turbospark.layers.linear import (
+    AnyLinear,
+    Embedding,
+    FusedLinear,
+    Linear,
+    QuantizedLinear,
+    fuse,
+)
+from turbospark.layers.norm import RMSNorm
+
+
+class TensorReader(Protocol):
+    """What holds the tensors: the resident index of an install."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str) -> Planes: ...
+
+
+class Weights:
+    """Named tensors as layers in `dtype`; quantized companions follow it, packed words stay.
+
+    With `expand`, quantized matrices are unpacked to `dtype` (the CPU back end multiplies dense
+    rows faster than packed ones). `shapes` are the family's; every read is checked against them.
+    """
+
+    def __init__(
+        self,
+        reader: TensorReader,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: mx.Dtype,
+        expand: bool = False,
+    ) -> None:
+        self.reader = reader
+        self.shapes = shapes
+        self.dtype = dtype
+        self.expand = expand
+        self.nbytes = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def planes(self, name: str) -> Planes:
+        """The stored tensor, with its logical shape checked."""
+        if name not in self.reader:
+            raise MissingTensorError(
+                f"missing resident tensor: {name}; expected shape {self.shapes.get(name)}; "
+                "convert the checkpoint again"
+            )
+        planes = self.reader.read(name)
+        wanted = self.shapes.get(name)
+        if wanted is not None and tuple(planes.shape) != tuple(wanted):
+            raise TensorShapeError(
+                f"tensor {name} has shape {list(planes.shape)}; "
+                f"the configuration implies {list(wanted)}"
+            )
+        return planes
+
+    def array(self, name: str, dtype: mx.Dtype | None = None) -> mx.array:
+        """A dense tensor in `dtype` (default: the compute dtype)."""
+        return self._keep(self.planes(name).dense(dtype or self.dtype))
+
+    def numpy(self, name: str) -> np.ndarray:
+        """A dense tensor as float32 numpy, for constants computed on the host."""
+        return np.array(self.planes(name).dense(mx.float32))
+
+    def norm(self, name: str, eps: float, centred: bool = False) -> RMSNorm:
+        """An RMS norm; `centred` adds one to the stored weight, in float32."""
+        if not centred:
+            return RMSNorm(self.array(name), eps)
+        return RMSNorm(self._keep(1.0 + self.planes(name).dense(mx.float32)), eps)
+
+    def linear(self, name: str, bias: bool = False) -> AnyLinear:
+        """The matrix `name`.weight [out, in], with `name`.bias if the family has one."""
+        vector = self.array(f"{name}.bias") if bias else None
+        planes = self.planes(f"{name}.weight")
+        packed = self._packed(planes, vector)
+        if packed is not None:
+            return packed
+        return Linear(self._keep(mx.contiguous(planes.dense(self.dtype).T)), vector)
+
+    def fused(self, names: Sequence[str], bias: bool = False) -> FusedLinear:
+        """Several matrices over the same input, joined where their formats agree."""
+        parts = [self.linear(name, bias) for name in names]
+        return fuse(parts, [self.shapes[f"{name}.weight"][0] for name in names])
+
+    def embedding(self, name: str) -> Embedding:
+        """The table `name`.weight [rows, width]."""
+        planes = self.planes(f"{name}.weight")
+        packed = self._packed(planes, None)
+        if isinstance(packed, QuantizedLinear):
+            return Embedding(None, packed, self.dtype)
+        return Embedding(self._keep(planes.dense(self.dtype)), None, self.dtype)
+
+    def _packed(self, planes: Planes, bias: mx.array | None) -> QuantizedLinear | None:
+        fmt = planes.fmt
+        if not isinstance(fmt, Quant) or self.expand:
+            return None
+        affine = fmt.mode == "affine"
+        companions = [
+            a if a is None or not affine else a.astype(self.dtype)
+            for a in (planes.scales, planes.biases)
+        ]
+        self._keep(planes.weight)
+        for array in companions:
+            if array is not None:
+                self._keep(array)
+        return QuantizedLinear(fmt, planes.weight, companions[0], companions[1], bias)
+
+    def _keep(self, array: mx.array) -> mx.array:
+        """Evaluate now: a lazy cast would keep the stored copy alive and belong to this thread."""
+        mx.eval(array)
+        self.nbytes += array.nbytes
+        return array
