@@ -69,8 +69,8 @@ class RingKV:
     """The newest `capacity` positions; position p lives in row p % capacity.
 
     A pass that turns the ring and has more rows than `capacity - window + 1` is taken in blocks of
-    that many, so that no row overwrites a key that an earlier row of its block still needs. Keys are always read
-    in slot order, which makes every chunking of a prompt sum in the same order.
+    that many, so that no row overwrites a key that an earlier row of its block still needs. Keys
+    are always read in slot order, which makes every chunking of a prompt sum in the same order.
     """
 
     def __init__(self, spec: RingSpec, capacity: int, dtype: mx.Dtype) -> None:

@@ -23,7 +23,7 @@ class Rope:
     """Rotates the leading `dims` of each head by position * frequency.
 
     periods float32 [dims / 2] are reciprocal frequencies (infinite = not rotated). `interleaved`
-    pairs elements (2i, 2i+1), else (i, dims/2 + i). cos and sin are multiplied by `attention_factor`.
+    pairs elements (2i, 2i+1), else (i, dims/2 + i). `attention_factor` multiplies cos and sin.
     """
 
     dims: int
