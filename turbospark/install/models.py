@@ -1,0 +1,88 @@
+"""The store of installed models: where it is, what is in it, what a name means.
+
+Knows directories and names. Does not open weights.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from turbospark.errors import InstallExistsError, OptionError, PartialInstallError
+from turbospark.install.files import printable
+from turbospark.install.staging import is_install
+
+SUFFIX = ".gturbo"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+
+@dataclass(frozen=True)
+class InstalledModel:
+    """One model of the store; `size` is the bytes of its files."""
+
+    name: str
+    path: Path
+    size: int
+
+
+def models_dir() -> Path:
+    """`$TURBOSPARK_HOME/models`, by default `~/.turbospark/models`; may not exist yet."""
+    home = os.environ.get("TURBOSPARK_HOME")
+    return (Path(home) if home else Path.home() / ".turbospark") / "models"
+
+
+def install_path(name: str) -> Path:
+    """Where a model of that name is installed: "owner/repo" becomes "owner--repo.gturbo"."""
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise OptionError(
+            f"model name '{printable(name)}' is not letters, digits, '.', '_', '-' and one '/'"
+        )
+    return models_dir() / (name.removesuffix(SUFFIX).replace("/", "--") + SUFFIX)
+
+
+def installed() -> list[InstalledModel]:
+    """Every complete install of the store, by name; the original's `text/` folder included."""
+    found: dict[str, InstalledModel] = {}
+    for folder in (models_dir(), models_dir() / "text"):
+        for path in sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else ():
+            name = path.name.removesuffix(SUFFIX)
+            if name not in found and path.is_dir() and is_install(path):
+                size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+                found[name] = InstalledModel(name, path, size)
+    return [found[name] for name in sorted(found)]
+
+
+def resolve(name_or_path: str | Path) -> Path:
+    """The directory of a model: an existing directory wins, then the name of an installed model.
+
+    Raises PartialInstallError that lists near names.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    wanted = str(name_or_path).removesuffix(SUFFIX).replace("/", "--")
+    models = {model.name: model.path for model in installed()}
+    if wanted in models:
+        return models[wanted]
+    near = difflib.get_close_matches(wanted, models, n=3, cutoff=0.5) or sorted(models)[:5]
+    hint = f"installed: {', '.join(near)}" if near else "no model is installed"
+    raise PartialInstallError(
+        f"'{printable(str(name_or_path))}' is neither a directory nor an installed model; "
+        f"{hint} (in {models_dir()})"
+    )
+
+
+def remove(name: str) -> Path:
+    """Delete an installed model of the store by name. Raises PartialInstallError."""
+    wanted = name.removesuffix(SUFFIX).replace("/", "--")
+    for model in installed():
+        if model.name == wanted:
+            if model.path.is_symlink():
+                raise InstallExistsError(f"{model.path} is a symbolic link; remove it by hand")
+            shutil.rmtree(model.path)
+            return model.path
+    raise PartialInstallError(f"no installed model is named '{printable(name)}'")
