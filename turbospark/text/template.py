@@ -1,0 +1,269 @@
+"""Chat messages to prompt text, by the model's own Jinja template.
+
+Knows where templates come from and what they may see. Templates are content of strangers: they
+run in a sandbox that can neither reach Python's internals nor change what it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from turbospark.errors import ModelFormatError, OptionError, UnsupportedError
+
+REASONING_LEVELS = ("off", "low", "medium", "high", "xhigh")
+_LEVEL_NAMES = ("reasoning_effort", "reasoning_strength")
+
+# What a template's own mistakes may raise besides jinja2's errors; the sandbox is plain Python.
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+_CHATML = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+_LLAMA3 = """\
+{{- bos_token }}
+{%- for m in messages %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+
+# Gemma has no system role before 4: instructions go in front of the first user turn.
+_GEMMA = """\
+{{- bos_token }}
+{%- set ns = namespace(system='') %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}
+{%- set ns.system = m.content | trim + '\\n\\n' %}{% continue %}
+{%- endif %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
+{{- ns.system + m.content | trim + '<end_of_turn>\\n' }}
+{%- set ns.system = '' %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+_GEMMA4 = """\
+{{- bos_token }}
+{%- for m in messages %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim }}
+{{- '<turn|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
+
+_DEEPSEEK = """\
+{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<｜User｜>' + m.content }}
+{%- elif m.role == 'assistant' %}{{ '<｜Assistant｜>' + m.content + eos_token }}
+{%- else %}{{ m.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"""
+
+_MISTRAL = """\
+{{- bos_token }}
+{%- set ns = namespace(system='') %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{% set ns.system = m.content + '\\n\\n' %}
+{%- elif m.role == 'user' %}{{ '[INST] ' + ns.system + m.content + ' [/INST]' }}
+{%- set ns.system = '' %}
+{%- else %}{{ ' ' + m.content | trim + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+
+# Harmony and Muse are absent on purpose: their preambles and tool syntax cannot be improvised.
+FALLBACKS = {
+    "chatml": _CHATML,
+    "llama3": _LLAMA3,
+    "gemma": _GEMMA,
+    "gemma4": _GEMMA4,
+    "deepseek": _DEEPSEEK,
+    "mistral": _MISTRAL,
+}
+
+
+class ChatTemplate:
+    """One template and where it came from (`source`); `text` is None when there is none."""
+
+    def __init__(self, text: str | None, source: str) -> None:
+        self.text = text
+        self.source = source
+        self._compiled: jinja2.Template | None = None
+
+    @classmethod
+    def find(cls, file: str | None, configured: Any, dialect: str) -> ChatTemplate:
+        """The first of: `chat_template.jinja`, `chat_template` of tokenizer_config.json (a string,
+        or a list whose entry is named "default"), the dialect's plain fallback, none.
+        """
+        if file is not None:
+            return cls(file, "chat_template.jinja")
+        if isinstance(configured, str):
+            return cls(configured, "tokenizer_config.json")
+        if isinstance(configured, list):
+            for entry in configured:
+                if isinstance(entry, dict) and entry.get("name") == "default":
+                    return cls(entry.get("template"), "tokenizer_config.json")
+        if dialect in FALLBACKS:
+            return cls(FALLBACKS[dialect], f"{dialect} fallback")
+        return cls(None, f"{dialect} dialect")
+
+    @property
+    def reasoning_support(self) -> str:
+        """ "level" (reads an effort), "toggle" (only on or off) or "none"; read off its names."""
+        text = self.text or ""
+        if any(name in text for name in _LEVEL_NAMES):
+            return "level"
+        return "toggle" if "enable_thinking" in text else "none"
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning: str = "off",
+        add_generation_prompt: bool = True,
+        bos_token: str = "",
+        eos_token: str = "",
+        now: datetime | None = None,
+    ) -> str:
+        """The prompt text. `now` freezes the template's clock.
+
+        Raises UnsupportedError without a template, OptionError for messages, tools or levels that
+        the template (or this function) refuses, ModelFormatError for a template that is broken.
+        """
+        self._check(messages, reasoning)
+        context: dict[str, Any] = {
+            "messages": deepcopy([dict(message) for message in messages]),
+            "add_generation_prompt": add_generation_prompt,
+            "enable_thinking": reasoning != "off",
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+            "add_vision_id": False,
+            "raise_exception": _raise_exception,
+            "strftime_now": _clock(now),
+        }
+        if tools:
+            context["tools"] = [_described(tool) for tool in tools]
+        if reasoning != "off":
+            context.update(dict.fromkeys(_LEVEL_NAMES, reasoning))
+        try:
+            return self._template().render(**context)
+        except _TEMPLATE_FAULTS as error:
+            raise OptionError(
+                f"chat template ({self.source}) refused the messages: {_one_line(error)}"
+            ) from None
+
+    def _check(self, messages: Sequence[Mapping[str, Any]], reasoning: str) -> None:
+        if self.text is None:
+            raise UnsupportedError(
+                f"chat messages were given, but the install has no chat template and there is no "
+                f"fallback for the {self.source}; add chat_template.jinja or pass text or token ids"
+            )
+        if reasoning not in REASONING_LEVELS:
+            raise OptionError(
+                f"reasoning={reasoning!r} is not valid; works: {', '.join(REASONING_LEVELS)}"
+            )
+        if not messages:
+            raise OptionError("messages is empty; give at least one message")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise OptionError(
+                    f"messages[{index}] has no role; each message is a mapping with 'role' and "
+                    "'content'"
+                )
+        support = self.reasoning_support
+        if (reasoning != "off" and support == "none") or (
+            reasoning in ("low", "medium", "xhigh") and support == "toggle"
+        ):
+            able = "only turns reasoning on or off" if support == "toggle" else "has no reasoning"
+            warnings.warn(
+                f"reasoning={reasoning!r}: the level is ignored, this model's template {able}",
+                stacklevel=4,
+            )
+
+    def _template(self) -> jinja2.Template:
+        if self._compiled is None:
+            try:
+                self._compiled = _environment().from_string(self.text or "")
+            except jinja2.TemplateSyntaxError as error:
+                raise ModelFormatError(
+                    f"chat template ({self.source}) is broken at line {error.lineno}: "
+                    f"{_one_line(error)}"
+                ) from None
+        return self._compiled
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks a span for training; here it is just text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON as models were trained on it; jinja2's own filter escapes < > & for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _clock(now: datetime | None) -> Callable[[str], str]:
+    return lambda form: (now or datetime.now()).strftime(form)
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with a description, empty if it had none: templates concatenate it unasked."""
+    described = deepcopy(dict(tool))
+    function = described.get("function")
+    if isinstance(function, dict):
+        function.setdefault("description", "")
+    elif "name" in described:
+        described.setdefault("description", "")
+    return described
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

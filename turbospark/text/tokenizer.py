@@ -1,0 +1,239 @@
+"""A model's tokenizer: text to ids, ids to text, and the ids that end a turn.
+
+Knows the tokenizer files of an install. Does not know models: ids may exceed the model's rows or
+fall short of them, and which ids a model accepts is checked where the model is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders
+
+from turbospark.errors import ModelFormatError
+from turbospark.text.detokenizer import Detokenizer
+from turbospark.text.dialects import Dialect, detect
+from turbospark.text.template import ChatTemplate
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats. Build one with `Tokenizer.load`."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        template_file: str | None,
+        config_eos: int | Iterable[int] | None,
+    ) -> None:
+        _repair_decoder(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self.dialect: Dialect = detect(backend.token_to_id)
+        self.bos_token = _content(config.get("bos_token"))
+        self.eos_token = _content(config.get("eos_token"))
+        self._prefix, self._suffix = self._surroundings(config.get("add_bos_token"))
+        self.end_of_turn_id = self._first(self.dialect.end_of_turn)
+        self.tool_stop_id = self._first((self.dialect.tool_stop,))
+        self.eos_ids = self._union_of_ends(generation.get("eos_token_id"), config_eos)
+        self.stop_ids = {id_: self._reason(id_) for id_ in sorted(self.eos_ids)}
+        """End id -> stop reason, as `generation` reports it."""
+        self.template = ChatTemplate.find(
+            template_file, config.get("chat_template"), self.dialect.name
+        )
+
+    @classmethod
+    def load(
+        cls, directory: str | Path, config_eos: int | Iterable[int] | None = None
+    ) -> Tokenizer | None:
+        """The tokenizer of an install or checkpoint folder; None when it has no tokenizer.json.
+
+        `config_eos` is `eos_token_id` of the model's own configuration; None looks for it in a
+        config.json beside the tokenizer. Raises ModelFormatError, naming the file, when one of the
+        files is damaged.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+        except Exception as error:  # the Rust side raises nothing more specific
+            raise ModelFormatError(f"{path}: not a tokenizer ({error})") from None
+        template = directory / "chat_template.jinja"
+        if config_eos is None:
+            model = _read_json(directory / "config.json")
+            config_eos = model.get("eos_token_id", model.get("text_config", {}).get("eos_token_id"))
+        return cls(
+            backend,
+            _read_json(directory / "tokenizer_config.json"),
+            _read_json(directory / "generation_config.json"),
+            template.read_text("utf-8") if template.is_file() else None,
+            config_eos,
+        )
+
+    # --- ids and text ---------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of `text`. `add_special` adds what the model expects around a raw prompt
+        (usually a begin-of-text token); a rendered chat carries its own, so pass False there.
+        Special tokens spelled out in the text are recognised.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return [*self._prefix, *ids, *self._suffix] if add_special else ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of `ids`. Ids without a token, such as a padded model's last rows, add nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh stream that turns ids into text one by one."""
+        return Detokenizer(self.decode)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; not the model's row count."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a token by its exact spelling, or None."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def id_to_token(self, id_: int) -> str | None:
+        """Spelling of an id, or None when the tokenizer has no such id."""
+        found: str | None = self._backend.id_to_token(id_)
+        return found
+
+    # --- chats ----------------------------------------------------------------------------------
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning: str = "off",
+        add_generation_prompt: bool = True,
+        now: datetime | None = None,
+    ) -> str:
+        """The prompt text of a chat, in this model's own framing. See `ChatTemplate.render`."""
+        return self.template.render(
+            messages,
+            tools=tools,
+            reasoning=reasoning,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=self.bos_token or "",
+            eos_token=self.eos_token or "",
+            now=now,
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+        """Token ids of a rendered chat; arguments as `render`."""
+        return self.encode(self.render(messages, **kwargs), add_special=False)
+
+    # --- construction ---------------------------------------------------------------------------
+
+    def _surroundings(self, add_bos: bool | None) -> tuple[list[int], list[int]]:
+        """Ids put before and after a raw prompt; an explicit `add_bos_token` has the last word."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        full = self._backend.encode("a", add_special_tokens=True).ids
+        cut = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+        prefix, suffix = full[:cut], full[cut + len(bare) :]
+        bos = self.token_to_id(self.bos_token) if self.bos_token else None
+        if bos is not None and add_bos is True and bos not in prefix:
+            prefix = [bos, *prefix]
+        if bos is not None and add_bos is False:
+            prefix = [id_ for id_ in prefix if id_ != bos]
+        return prefix, suffix
+
+    def _first(self, tokens: Iterable[str | None]) -> int | None:
+        ids = (self.token_to_id(token) for token in tokens if token)
+        return next((id_ for id_ in ids if id_ is not None), None)
+
+    def _reason(self, id_: int) -> str:
+        if id_ == self.end_of_turn_id:
+            return "end_of_turn"
+        return "tool_calls" if id_ == self.tool_stop_id else "eos"
+
+    def _union_of_ends(
+        self, generation_eos: int | Iterable[int] | None, config_eos: int | Iterable[int] | None
+    ) -> frozenset[int]:
+        """Every id that ends generation: no source replaces another."""
+        dialect = self.dialect
+        tokens = (self.eos_token, *dialect.end_of_turn, dialect.tool_stop, *dialect.stops)
+        named = (self.token_to_id(token) for token in tokens if token)
+        return frozenset(
+            {id_ for id_ in named if id_ is not None} | _ids(generation_eos) | _ids(config_eos)
+        )
+
+
+def _ids(value: int | Iterable[int] | None) -> set[int]:
+    if value is None:
+        return set()
+    return {value} if isinstance(value, int) else set(value)
+
+
+def _content(token: Any) -> str | None:
+    """A token of tokenizer_config.json: a string, or an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelFormatError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def _kinds(part: Any) -> set[str]:
+    """Type names in a tokenizer component, nested ones included."""
+    if part is None:
+        return set()
+    found: set[str] = set()
+    todo: list[Any] = [json.loads(part.__getstate__())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            if isinstance(node.get("type"), str):
+                found.add(node["type"])
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
+    return found
+
+
+def _repair_decoder(backend: tokenizers.Tokenizer) -> None:
+    """Give the tokenizer the decoder that its own vocabulary needs.
+
+    Some published files pair a byte-level vocabulary with a SentencePiece decoder ("Hello!ĠHow"),
+    or the other way round. What splits the text on the way in says how the pieces are spelled.
+    """
+    splitters, decoder = _kinds(backend.pre_tokenizer), _kinds(backend.decoder)
+    if "ByteLevel" in splitters:
+        if "ByteLevel" not in decoder:
+            backend.decoder = decoders.ByteLevel()
+        return
+    metaspace = "Metaspace" in splitters or "Prepend" in _kinds(backend.normalizer)
+    if metaspace and not decoder & {"Metaspace", "Replace"}:
+        spelled = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*spelled, decoders.Strip(" ", 1, 0)])
