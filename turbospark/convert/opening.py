@@ -1,0 +1,112 @@
+"""From a path to a checked source, its family and its plan.
+
+Knows which kinds of checkpoint there are and which file shows the kind. Reads headers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turbospark.convert.gguf import GGUFSource
+from turbospark.convert.plan import Pieces, Plan, make_plan
+from turbospark.convert.safetensors import SafetensorsSource, check_config
+from turbospark.convert.source import TensorSource
+from turbospark.errors import SourceError, UnsupportedError
+from turbospark.families import family_for_gguf, family_for_model_type
+from turbospark.families.base import Family
+from turbospark.families.config import ConfigReader
+
+ACCEPTED = "a folder with config.json and safetensors, or a .gguf file"
+
+
+@dataclass
+class Checkpoint:
+    """An opened source with the family that reads it and the plan of its tensors."""
+
+    source: TensorSource
+    family: Family
+    pieces: Pieces
+    config: Any = None
+    plan: Plan = field(default_factory=Plan)
+
+    def make_plan(self) -> None:
+        """Plan from the source's tensors as they are declared now."""
+        self.plan = make_plan(self.family, self.config, self.source.tensors, self.pieces)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.source.close()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint folder or GGUF file and plan its conversion; no weight is read.
+
+    Raises SourceError, UnsupportedError, UnsupportedArchitectureError, MissingDependencyError.
+    """
+    checkpoint = _open(path)
+    source = checkpoint.source
+    try:
+        where = "GGUF metadata" if source.kind == "gguf" else "config.json"
+        checkpoint.config = checkpoint.family.read_config(ConfigReader(source.config, where))
+        checkpoint.make_plan()
+    except BaseException:
+        source.close()
+        raise
+    return checkpoint
+
+
+def _open(path: Path) -> Checkpoint:
+    if path.is_file() and path.suffix == ".gguf":
+        source = GGUFSource(path, gguf_config, _tokenizer_files)
+        family = family_for_gguf(source.metadata["general.architecture"])
+        return Checkpoint(source, family, _gguf_pieces(family))
+    if path.is_dir() and (path / "config.json").is_file():
+        config = check_config(path / "config.json")
+        family = family_for_model_type(str(config.get("model_type")))
+        return Checkpoint(SafetensorsSource(path, config), family, family.pieces)
+    raise SourceError(f"{path}: {_found(path)}; expected {ACCEPTED}")
+
+
+def gguf_config(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """The config.json keys that a GGUF file implies."""
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise SourceError(f"GGUF metadata: general.architecture is {architecture!r}")
+    family = family_for_gguf(architecture)
+    if family.gguf_config is None:
+        raise UnsupportedError(f"family {family.name} does not read GGUF files")
+    return family.gguf_config(metadata, shapes)
+
+
+def _gguf_pieces(family: Family) -> Pieces:
+    if family.gguf_pieces is None:
+        raise UnsupportedError(f"family {family.name} does not read GGUF files")
+    return family.gguf_pieces
+
+
+def _tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    if "tokenizer.ggml.model" not in metadata:
+        return {}
+    from turbospark.text.gguf_tokenizer import tokenizer_files_from_gguf
+
+    return tokenizer_files_from_gguf(metadata)
+
+
+def _found(path: Path) -> str:
+    if not path.exists():
+        return "does not exist"
+    if path.is_file():
+        return f"is a {path.suffix or 'plain'} file"
+    if (path / "manifest.json").is_file():
+        return "is already a .gturbo install"
+    ggufs = sorted(p.name for p in path.glob("*.gguf"))
+    if ggufs:
+        return f"is a folder without config.json; name the file itself, such as {ggufs[0]}"
+    return "is a folder without config.json"

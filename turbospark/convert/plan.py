@@ -1,0 +1,228 @@
+"""Which source tensor provides what: a family's `pieces` inverted and checked.
+
+Knows names, shapes and formats; every fault of a checkpoint's table of contents is found here,
+before a weight is read. Does not read or write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+
+from turbospark.convert.source import SourceTensor, listed
+from turbospark.dtypes import Format
+from turbospark.errors import SourceError, TurbosparkError, UnsupportedError
+from turbospark.families.base import PROJECTIONS, ExpertShape, Family, Piece
+from turbospark.install.planes import Planes, plane_shapes
+
+MAX_DIM = 2**31 - 1  # of an MLX array
+Pieces = Callable[[Any, str], "tuple[Piece, ...] | None"]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Where one canonical tensor, or one projection of one expert, comes from.
+
+    `expert` is the entry of the source's leading axis to read (None: the whole tensor); `rows`
+    and then `transform` apply to it. `fmt` and `shape` are what comes out.
+    """
+
+    source: SourceTensor
+    fmt: Format
+    shape: tuple[int, ...]
+    expert: int | None = None
+    rows: slice | None = None
+    transform: Callable[[Planes], Planes] | None = None
+
+
+@dataclass
+class Plan:
+    """Every canonical tensor with its one provider; `experts[layer][role][expert]`."""
+
+    resident: dict[str, Provider] = field(default_factory=dict)
+    experts: dict[int, dict[str, list[Provider]]] = field(default_factory=dict)
+
+
+def expert_name(layer: int, role: str) -> str:
+    """Canonical name of one role of a layer's routed experts, as overrides and messages use it."""
+    projection, _, bias = role.partition("_")
+    return f"model.layers.{layer}.mlp.experts.{projection}_proj.{bias or 'weight'}"
+
+
+def make_plan(
+    family: Family, config: Any, tensors: Mapping[str, SourceTensor], pieces: Pieces
+) -> Plan:
+    """The plan of a conversion.
+
+    Raises UnsupportedError naming tensors of types that are not read, SourceError naming
+    unknown, doubled, misshapen and missing tensors.
+    """
+    builder = _Builder(family, config)
+    for tensor in tensors.values():
+        found = pieces(config, tensor.name)
+        if found is None:
+            builder.unknown.append(f"{tensor.name} ({tensor.stored} {list(tensor.shape)})")
+        elif found and tensor.fmt is None:
+            builder.unreadable.append(f"{tensor.name} ({tensor.stored})")
+        else:
+            for piece in found:
+                builder.take(tensor, piece)
+    return builder.finish()
+
+
+class _Builder:
+    """Collects providers and complaints."""
+
+    def __init__(self, family: Family, config: Any) -> None:
+        self.family = family
+        self.shapes = family.weight_shapes(config)
+        self.expert_shapes = family.expert_shapes(config)
+        self.resident: dict[str, Provider] = {}
+        self.experts: dict[tuple[int, str, int], Provider] = {}
+        self.unreadable: list[str] = []
+        self.unknown: list[str] = []
+        self.doubled: list[str] = []
+        self.misshapen: list[str] = []
+
+    def take(self, tensor: SourceTensor, piece: Piece) -> None:
+        """Enter one piece, or note what is wrong with it."""
+        if piece.target is not None:
+            if piece.target not in self.shapes:
+                self.unknown.append(tensor.name)
+                return
+            provider = self.provider(tensor, piece, self.shapes[piece.target])
+            self.enter(self.resident, piece.target, piece.target, provider)
+            return
+        shape = self.expert_shapes.get(piece.layer)  # type: ignore[arg-type]
+        role = str(piece.role)
+        if shape is None or role not in roles(shape):
+            self.unknown.append(tensor.name)
+            return
+        stacked = piece.expert is None
+        if stacked and (not tensor.shape or tensor.shape[0] != shape.count):
+            self.misshapen.append(
+                f"{tensor.name} holds {list(tensor.shape)}; expected {shape.count} experts"
+            )
+            return
+        if not stacked and not 0 <= int(piece.expert or 0) < shape.count:
+            self.unknown.append(f"{tensor.name} (of {shape.count} experts)")
+            return
+        provider = self.provider(tensor, piece, role_shape(shape, role), stacked)
+        for expert in range(shape.count) if stacked else (int(piece.expert or 0),):
+            key = (int(piece.layer or 0), role, expert)
+            one = replace(provider, expert=expert) if stacked and provider else provider
+            self.enter(self.experts, key, f"{expert_name(*key[:2])} of expert {expert}", one)
+
+    def enter(self, table: dict, key: Any, name: str, provider: Provider | None) -> None:
+        if provider is None:
+            return
+        if key in table:
+            self.doubled.append(
+                f"{name} (from {table[key].source.name} and {provider.source.name})"
+            )
+        table[key] = provider
+
+    def provider(
+        self, tensor: SourceTensor, piece: Piece, expected: tuple[int, ...], stacked: bool = False
+    ) -> Provider | None:
+        shape = tensor.shape[1:] if stacked else tensor.shape
+        fmt, found = outcome(tensor, shape, piece)
+        if found != expected:
+            changed = f", {list(found)} after its transform" if found != tensor.shape else ""
+            self.misshapen.append(
+                f"{tensor.name} has shape {list(tensor.shape)}{changed}; expected {list(expected)}"
+            )
+            return None
+        return Provider(tensor, fmt, found, None, piece.rows, piece.transform)
+
+    def finish(self) -> Plan:
+        """The plan, or one error that tells everything found."""
+        if self.unreadable:
+            raise UnsupportedError(
+                f"{len(self.unreadable)} tensors have a type that is not converted: "
+                f"{listed(self.unreadable)}; supported: BF16, F16, F32, MLX-quantized and MXFP4"
+            )
+        faults = [
+            f"{len(names)} {what}: {listed(names)}"
+            for what, names in (
+                ("unknown", self.unknown),
+                ("provided twice", self.doubled),
+                ("misshapen", self.misshapen),
+                ("missing", [] if self.misshapen else self.missing()),
+            )
+            if names
+        ]
+        if faults:
+            raise SourceError(f"tensors do not fit family {self.family.name}: {'; '.join(faults)}")
+        plan = Plan({name: self.resident[name] for name in self.shapes})
+        for layer, shape in sorted(self.expert_shapes.items()):
+            plan.experts[layer] = {
+                role: self.uniform(layer, role, shape.count) for role in roles(shape)
+            }
+        return plan
+
+    def missing(self) -> list[str]:
+        absent = [name for name in self.shapes if name not in self.resident]
+        for layer, shape in self.expert_shapes.items():
+            for role in roles(shape):
+                gone = [e for e in range(shape.count) if (layer, role, e) not in self.experts]
+                if len(gone) == shape.count:
+                    absent.append(expert_name(layer, role))
+                elif gone:
+                    absent.append(f"{expert_name(layer, role)} of experts {gone}")
+        return absent
+
+    def uniform(self, layer: int, role: str, count: int) -> list[Provider]:
+        """The providers of all experts, which one record layout must fit."""
+        found = [self.experts[layer, role, expert] for expert in range(count)]
+        for provider in found:
+            if provider.fmt != found[0].fmt:
+                raise SourceError(
+                    f"{expert_name(layer, role)}: {found[0].source.name} is {found[0].fmt}, "
+                    f"{provider.source.name} is {provider.fmt}; experts of a layer must agree"
+                )
+        return found
+
+
+def roles(shape: ExpertShape) -> list[str]:
+    """The roles of a layer's routed experts."""
+    return [*PROJECTIONS, *(f"{p}_bias" for p in PROJECTIONS if shape.bias)]
+
+
+def role_shape(shape: ExpertShape, role: str) -> tuple[int, ...]:
+    """Logical shape of one expert's matrix or bias vector."""
+    projection, _, bias = role.partition("_")
+    rows, columns = shape.matrix(projection)
+    return (rows,) if bias else (rows, columns)
+
+
+def outcome(
+    tensor: SourceTensor, shape: tuple[int, ...], piece: Piece
+) -> tuple[Format, tuple[int, ...]]:
+    """Format and shape after the piece's rows and transform, found without reading a byte.
+
+    MLX arrays are lazy: the piece is applied to zeros that are never evaluated.
+    """
+    fmt = tensor.fmt
+    if fmt is None or any(n > MAX_DIM for n in tensor.shape):
+        raise SourceError(f"tensor {tensor.name}: shape {list(tensor.shape)} is too large")
+    if piece.rows is None and piece.transform is None:
+        return fmt, shape
+    if not shape:
+        return fmt, shape
+    planes = Planes(fmt, shape, *(mx.zeros(s, dtype=d) for s, d in plane_shapes(fmt, shape)))
+    try:
+        if piece.rows is not None:
+            planes = planes.rows(piece.rows)
+        if piece.transform is not None:
+            planes = piece.transform(planes)
+    except TurbosparkError:
+        raise
+    except (ValueError, IndexError) as error:
+        raise SourceError(
+            f"tensor {tensor.name}: shape {list(tensor.shape)} does not fit its family: {error}"
+        ) from error
+    return planes.fmt, tuple(planes.shape)

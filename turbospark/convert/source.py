@@ -1,0 +1,99 @@
+"""What a checkpoint is to the converter, whatever file format it comes in.
+
+Knows the shape of a source: named tensors with a stored format, read whole, by entry of the
+leading axis or by rows. Does not know any file format or family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from turbospark.dtypes import Format
+from turbospark.errors import IndexCorruptError, MissingFileError, ReadError, SourceError
+from turbospark.install import files
+from turbospark.install.files import read_exactly
+from turbospark.install.planes import Planes
+
+MAX_JSON_BYTES = 64 << 20
+MAX_SIDECAR_BYTES = 512 << 20
+SHOWN_NAMES = 20
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One logical tensor of a checkpoint; quantized ones have their companions folded in.
+
+    `shape` is logical (values, not packed words). `stored` is the source's own word for the
+    type; `fmt` is what `read` returns, None where the type cannot be converted. `nbytes` counts
+    the bytes in the source.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fmt: Format | None
+    stored: str
+    nbytes: int
+
+
+class TensorSource(Protocol):
+    """A checkpoint whose headers have been read and checked; weights are read on demand."""
+
+    kind: str
+    path: Path
+    config: dict[str, Any]
+    sidecars: dict[str, bytes]
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """Every tensor by its name in the checkpoint."""
+
+    def read(self, name: str, expert: int | None = None, rows: slice | None = None) -> Planes:
+        """Evaluated planes: all of it, entry `expert` of the leading axis, and of that `rows`.
+
+        Raises SourceError when the file ends early or cannot be read.
+        """
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+def read_into(fd: int, view: np.ndarray, offset: int, what: str) -> None:
+    """Fill the uint8 `view` from `offset`; a short read is a SourceError naming both sizes."""
+    try:
+        read_exactly(fd, view, offset, what)
+    except ReadError as error:
+        raise SourceError(str(error)) from error
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """A strict JSON object: duplicate keys, NaN and Infinity are refused with the file's name."""
+    try:
+        return files.parse_json(data, what)
+    except IndexCorruptError as error:
+        raise SourceError(str(error)) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file."""
+    return parse_json(read_small(path, MAX_JSON_BYTES), path.name)
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The whole of a regular file of at most `limit` bytes."""
+    try:
+        return files.read_capped(path, limit)
+    except (IndexCorruptError, MissingFileError, ReadError) as error:
+        raise SourceError(str(error)) from error
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names joined for a message; a long list is cut and its rest counted."""
+    names = list(names)
+    shown = ", ".join(names[:SHOWN_NAMES])
+    rest = len(names) - SHOWN_NAMES
+    return f"{shown} and {rest} more" if rest > 0 else shown

@@ -1,0 +1,124 @@
+"""Moving tensors from a source into the files of an install, one at a time.
+
+Knows the plan's providers, row-wise quantization and the two writers. Does not know containers
+or families. Peak memory: one stored tensor, plus a few megabytes of rows while quantizing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import mlx.core as mx
+
+from turbospark.convert.plan import Plan, Provider, expert_name
+from turbospark.convert.quantize import changed
+from turbospark.convert.source import TensorSource
+from turbospark.dtypes import Format, Quant
+from turbospark.install.packed import PackedWriter, RecordLayout
+from turbospark.install.planes import Planes, empty_planes, host_view, quantize
+from turbospark.install.resident import ResidentWriter
+
+_BLOCK_VALUES = 1 << 22
+Advance = Callable[[int], object]  # told the bytes written
+
+
+def total_bytes(plan: Plan, formats: Mapping[str, Format]) -> int:
+    """Bytes of weights the plan will write, padding left out."""
+    total = sum(sum(formats[n].plane_bytes(p.shape)) for n, p in plan.resident.items())
+    for layer, roles in plan.experts.items():
+        for role, providers in roles.items():
+            fmt = formats[expert_name(layer, role)]
+            total += sum(sum(fmt.plane_bytes(p.shape)) for p in providers)
+    return total
+
+
+def write_resident(
+    source: TensorSource,
+    plan: Plan,
+    formats: Mapping[str, Format],
+    writer: ResidentWriter,
+    advance: Advance,
+) -> None:
+    """Declare and write every resident tensor."""
+    for name, provider in plan.resident.items():
+        writer.add(name, formats[name], provider.shape)
+    for name, provider in plan.resident.items():
+        planes = fetch(source, provider, formats[name])
+        writer.write(name, planes)
+        advance(sum(a.nbytes for a in planes.arrays()))
+        del planes
+        mx.clear_cache()
+
+
+def write_experts(
+    source: TensorSource,
+    plan: Plan,
+    formats: Mapping[str, Format],
+    writer: PackedWriter,
+    advance: Advance,
+) -> None:
+    """Write every routed layer, one projection of one expert at a time."""
+    for layer, roles in plan.experts.items():
+        parts = {role: (formats[expert_name(layer, role)], p[0].shape) for role, p in roles.items()}
+        count = len(next(iter(roles.values())))
+        writer.begin_layer(layer, count, RecordLayout.build(parts))
+        for expert in range(count):
+            for role, providers in roles.items():
+                planes = fetch(source, providers[expert], parts[role][0])
+                writer.write(expert, {role: planes})
+                advance(sum(a.nbytes for a in planes.arrays()))
+                del planes
+            mx.clear_cache()
+        writer.end_layer()
+
+
+def fetch(source: TensorSource, provider: Provider, fmt: Format) -> Planes:
+    """The evaluated planes of one canonical tensor in its stored format `fmt`."""
+    if not changed(fmt, provider.fmt):
+        return _gather(source, provider)
+    planes = empty_planes(fmt, provider.shape)
+    done = 0
+    for block in _row_blocks(source, provider):
+        done = _copy_rows(block, fmt, planes, done)
+    return planes
+
+
+def _gather(source: TensorSource, provider: Provider) -> Planes:
+    name, rows = provider.source.name, provider.rows
+    if provider.transform is None and (rows is None or rows.step in (None, 1)):
+        return source.read(name, provider.expert, rows)
+    planes = source.read(name, provider.expert)
+    if rows is not None:
+        planes = planes.rows(rows)
+    if provider.transform is not None:
+        planes = provider.transform(planes)
+    mx.eval(planes.arrays())
+    return planes
+
+
+def _row_blocks(source: TensorSource, provider: Provider) -> Iterator[Planes]:
+    """The float matrix of a provider in blocks of rows, read block by block where possible."""
+    rows, columns = provider.shape
+    step = max(_BLOCK_VALUES // columns, 1)
+    chosen = provider.rows or slice(0, rows)
+    if provider.transform is None and chosen.step in (None, 1):
+        first = chosen.start or 0
+        for at in range(first, first + rows, step):
+            block = slice(at, min(at + step, first + rows))
+            yield source.read(provider.source.name, provider.expert, block)
+    else:
+        whole = _gather(source, provider)
+        for at in range(0, rows, step):
+            yield whole.rows(slice(at, min(at + step, rows)))
+
+
+def _copy_rows(block: Planes, fmt: Format, planes: Planes, done: int) -> int:
+    """Quantize `block` into rows `done` onwards of `planes`; the next row to fill."""
+    assert isinstance(fmt, Quant)  # `changed` said so
+    packed = quantize(block.weight, fmt)
+    for target, part in zip(planes.arrays(), packed.arrays(), strict=True):
+        width = target.nbytes // target.shape[0]
+        view = host_view(target)[done * width : done * width + part.nbytes]
+        view[:] = host_view(mx.contiguous(part))
+    mx.clear_cache()
+    return done + block.shape[0]
