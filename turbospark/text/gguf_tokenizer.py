@@ -262,13 +262,16 @@ class _Vocabulary:
             raise SourceError("tokenizer.ggml.scores is missing; model 'llama' needs it")
         self._check_length("scores", scores)
         mergeable = {token: id_ for token, id_ in self._ids().items() if self.types[id_] == _NORMAL}
-        ranked = sorted(mergeable.items(), key=lambda item: (-scores[item[1]], item[1]))
-        return [
-            [token[:cut], token[cut:]]
-            for token, _ in ranked
+        pairs = [
+            (-scores[id_], -cut, cut - len(token), token[:cut], token[cut:])
+            for token, id_ in mergeable.items()
             for cut in range(1, len(token))
             if token[:cut] in mergeable and token[cut:] in mergeable
         ]
+        # Of equal scores SentencePiece joins the leftmost pair, so that runs grow from the left:
+        # longer left parts go first.
+        pairs.sort(key=lambda pair: pair[:3])
+        return [[left, right] for *_, left, right in pairs]
 
     def _added(self) -> list[dict[str, Any]]:
         """Tokens found in text before anything is cut: control tokens and user-defined pieces."""
