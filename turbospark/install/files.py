@@ -22,6 +22,7 @@ PAGE = 16384
 # One preadv/pwrite call: macOS refuses more than INT_MAX bytes, Linux cuts at 2 GiB - 4 KiB.
 _IO_CHUNK = 1 << 30
 _INT_DIGITS = 20  # 2**64 has 20: longer integers cannot be sizes and would be slow to parse
+_MAX_VALUES = 8 << 20  # a document of "[],[],..." takes 20 times its length in memory
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 Pairs = list[tuple[str, Any]]
@@ -83,6 +84,9 @@ def parse_json(
             raise _BadJSON(complaint)
         return found
 
+    values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
+    if values > _MAX_VALUES:
+        raise IndexCorruptError(f"{what}: {values} values exceed the limit of {_MAX_VALUES}")
     try:
         text = data.decode("utf-8")
         value = json.loads(

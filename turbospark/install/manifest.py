@@ -220,14 +220,7 @@ def _check_files(manifest: Manifest) -> None:
             raise IndexCorruptError(f"manifest.files lists {MANIFEST_NAME} itself")
         if not _SHA256.fullmatch(entry.sha256):
             raise IndexCorruptError(f"manifest.files[{name}].sha256 is not 64 hex digits")
-    required = [FILE_NAME, f"{FOLDER}/{LAYOUT_NAME}"]
-    if manifest.arch.has_vision:
-        required += ["packed_vision/layout.json", "packed_vision/blobs.bin"]
-    if manifest.hadamard is not None:
-        required.append("hadamard.bin")
-    for name in required:
-        if name not in manifest.files:
-            raise MissingFileError(f"manifest.files lacks required file {name}")
+    _require(manifest, FILE_NAME, f"{FOLDER}/{LAYOUT_NAME}")
     indices = [int(m[1]) for name in manifest.files if (m := _LAYER_FILE.fullmatch(name))]
     expected = manifest.num_layers if manifest.experts_per_layer else 0
     if len(indices) < expected or len(set(indices)) != len(indices):
@@ -235,6 +228,14 @@ def _check_files(manifest: Manifest) -> None:
             f"manifest.files lists {len(set(indices))} expert layer files "
             f"({FOLDER}/layer_NN.bin); numLayers is {expected}"
         )
+    if manifest.arch.has_vision:
+        _require(manifest, "packed_vision/layout.json", "packed_vision/blobs.bin")
+
+
+def _require(manifest: Manifest, *names: str) -> None:
+    for name in names:
+        if name not in manifest.files:
+            raise MissingFileError(f"manifest.files lacks required file {name}")
 
 
 def _check_hadamard(manifest: Manifest) -> None:
@@ -261,6 +262,7 @@ def _check_hadamard(manifest: Manifest) -> None:
     folded, inverse = section.get("folded", []), section.get("inverse", [])
     if not isinstance(folded, list) or not isinstance(inverse, list) or not (folded or inverse):
         raise IndexCorruptError("manifest.hadamard needs folded or inverse tensor names")
+    _require(manifest, "hadamard.bin")
 
 
 # --- writing --------------------------------------------------------------------------------------

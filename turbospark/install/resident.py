@@ -27,7 +27,7 @@ from turbospark.install.planes import Planes, empty_planes, host_view
 from turbospark.install.stored import stored_bytes
 
 FILE_NAME = "model_weights.bin"
-INDEX_CAP = 64 << 20
+INDEX_CAP = 16 << 20  # 200,000 tensors; the largest models have a few thousand
 _HEADER = struct.Struct("<QQQ")
 _ENTRY = struct.Struct("<IHBxQQ4IQQQQ")
 _MAX_DIM = 2**31 - 1  # MLX dimensions are int32
