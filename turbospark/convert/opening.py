@@ -5,6 +5,7 @@ Knows which kinds of checkpoint there are and which file shows the kind. Reads h
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _open(path: Path) -> Checkpoint:
     if path.is_file() and path.suffix == ".gguf":
-        source = GGUFSource(path, gguf_config, _tokenizer_files)
+        source = GGUFSource(path, gguf_config, tokenizer_files)
         family = family_for_gguf(source.metadata["general.architecture"])
         return Checkpoint(source, family, _gguf_pieces(family))
     if path.is_dir() and (path / "config.json").is_file():
@@ -82,7 +83,12 @@ def gguf_config(
     family = family_for_gguf(architecture)
     if family.gguf_config is None:
         raise UnsupportedError(f"family {family.name} does not read GGUF files")
-    return family.gguf_config(metadata, shapes)
+    try:
+        return family.gguf_config(metadata, shapes)
+    except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise SourceError(
+            f"GGUF metadata of architecture {architecture} has a value of the wrong kind: {error}"
+        ) from error
 
 
 def _gguf_pieces(family: Family) -> Pieces:
@@ -91,12 +97,27 @@ def _gguf_pieces(family: Family) -> Pieces:
     return family.gguf_pieces
 
 
-def _tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    if "tokenizer.ggml.model" not in metadata:
-        return {}
+_TOKENIZER_LISTS: dict[str, Any] = {
+    "tokens": str,
+    "merges": str,
+    "scores": (int, float),
+    "token_type": int,
+}
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """The tokenizer files of a GGUF; without a readable vocabulary none, and a warning."""
     from turbospark.text.gguf_tokenizer import tokenizer_files_from_gguf
 
-    return tokenizer_files_from_gguf(metadata)
+    try:
+        for name, kind in _TOKENIZER_LISTS.items():
+            values = metadata.get(f"tokenizer.ggml.{name}", [])
+            if not isinstance(values, list) or not all(isinstance(v, kind) for v in values):
+                raise SourceError(f"tokenizer.ggml.{name} is not a list of the expected kind")
+        return tokenizer_files_from_gguf(metadata)
+    except (SourceError, UnicodeEncodeError) as error:
+        warnings.warn(f"the install gets no tokenizer and runs on token ids: {error}", stacklevel=5)
+        return {}
 
 
 def _found(path: Path) -> str:
