@@ -8,6 +8,7 @@ The environment is read by `from_env` and `interactive` and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -196,6 +197,10 @@ class OpenOptions(FrozenOptions):
         "auto", "'auto', 'cpu' or 'gpu'", "where the model runs"
     )
 
+    chat_date: date | None = option(
+        None, "a date or an ISO date string", "the day that chat templates see; None is today"
+    )
+
     @model_validator(mode="after")
     def _consistent(self) -> OpenOptions:
         if self.min_auto_context and self.max_context != "auto":
@@ -214,8 +219,8 @@ class OpenOptions(FrozenOptions):
     def from_env(cls, environ: Mapping[str, str] | None = None, **changes: Any) -> OpenOptions:
         """The pinned defaults, overlaid with the variables that are set, then with `changes`.
 
-        Reads TURBOSPARK_PREFILL_CHUNK, _EXPERT_RESIDENCY, _MTP_DRAFT, _DFLASH_DRAFT and the
-        toggles'. A drafter whose variable is not set stays off.
+        Reads TURBOSPARK_PREFILL_CHUNK, _EXPERT_RESIDENCY, _CHAT_DATE, _MTP_DRAFT, _DFLASH_DRAFT
+        and the toggles'. A drafter whose variable is not set stays off.
         """
         return cls(**{**_environment(environ, changes), **changes})
 
@@ -250,6 +255,10 @@ def _environment(environ: Mapping[str, str] | None, given: Mapping[str, Any]) ->
     if residency is not None and "expert_residency" not in given:
         values["expert_residency"] = residency
         _checkenv_variable("EXPERT_RESIDENCY", residency, expert_residency=residency)
+    day = env_variable("CHAT_DATE", environ)
+    if day is not None and "chat_date" not in given:
+        values["chat_date"] = day
+        _check_variable("CHAT_DATE", day, chat_date=day)
     if "toggles" not in given:
         values["toggles"] = RuntimeToggles.from_env(environ)
     if "speculation" not in given:

@@ -10,7 +10,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 import jinja2
@@ -145,7 +145,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         bos_token: str = "",
         eos_token: str = "",
-        now: datetime | None = None,
+        now: date | None = None,
     ) -> str:
         """The prompt text. `now` freezes the template's clock.
 
@@ -250,7 +250,7 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _clock(now: datetime | None) -> Callable[[str], str]:
+def _clock(now: date | None) -> Callable[[str], str]:
     return lambda form: (now or datetime.now()).strftime(form)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         reasoning: str = "off",
         add_generation_prompt: bool = True,
-        now: datetime | None = None,
+        now: date | None = None,
     ) -> str:
         """The prompt text of a chat, in this model's own framing. See `ChatTemplate.render`."""
         return self.template.render(
