@@ -89,7 +89,11 @@ def record(parts: dict[str, Int4]) -> tuple[bytes, dict[str, Any]]:
         rows, columns = matrix.codes.shape
         shapes = [[rows, columns], [rows, columns // GROUP], [rows, columns // GROUP]]
         for suffix, dtype, shape, plane in zip(
-            ("", "_scales", "_biases"), ("u32", "bf16", "bf16"), shapes, matrix.planes()
+            ("", "_scales", "_biases"),
+            ("u32", "bf16", "bf16"),
+            shapes,
+            matrix.planes(),
+            strict=True,
         ):
             row = {"offset": len(data), "size": len(plane), "dtype": dtype, "shape": shape}
             tensors[role + suffix] = row

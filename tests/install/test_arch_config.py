@@ -12,30 +12,30 @@ from turbospark.errors import ArchMismatchError, IndexCorruptError
 from turbospark.install.arch import FAMILY_WIRES, FIELDS, ArchConfig, check_match, manifest_key
 
 # The documented keys in the documented order of comparison, written out by hand.
-KEYS = """
-hiddenSize ffnIntermediate moeIntermediateSize numHeads numKVHeads numFullKVHeads headDim fullHeadDim
-vocabSize slidingWindow finalLogitSoftcap ropeTheta fullRopeTheta partialRotaryFactor numLayers
-numExperts topKExperts tieWordEmbeddings attentionKEqV hiddenActivation fullAttentionLayerMask
-family attnOutputGate attentionScale embeddingScaledBySqrtHidden routerScaled ffnSandwichNorms
-sharedExpertGated ropeNeoxSubdim
-linearNumKHeads linearNumVHeads linearKeyHeadDim linearValueHeadDim linearConvKernelSize
-linearOutputGateSigmoid
-mlaKvLoraRank mlaQLoraRank mlaNopeHeadDim mlaRopeHeadDim mlaVHeadDim
-numDenseLeadingLayers denseLeadIntermediateSize
-caQLoraRank caOLoraRank caOGroups caRopeHeadDim caIndexNHeads caIndexKvHeads caIndexHeadDim
-caIndexTopK caIndexBudget caCSACompressRate caHCACompressRate caCompressRopeTheta
-caRopeScalingFactor caRopeScalingOriginalMax caRopeScalingBetaFast caRopeScalingBetaSlow
-hcMult hcLowrank hcSinkhornIters hcEps
-pleNgramSize pleHeadsPerNgram pleNgramVocabSizeBase pleMakeDivisibleBy pleSplitNgramParts
-pleEmbedDim pleConvKernelSize pleLayerIds pleSeed pleEosTokenId
-numHashRoutedLayers routerScoringFunc routedScalingFactor swigluLimit
-ropeScalingFactor ropeScalingOriginalContext ropeScalingBetaFast ropeScalingBetaSlow
-ropeScalingMscale
-visionDepth visionHiddenSize visionIntermediateSize visionNumHeads visionPatchSize
-visionTemporalPatchSize visionInChannels visionSpatialMergeSize visionNumPositionEmbeddings
-visionOutHiddenSize visionMropeSection visionStartTokenId visionEndTokenId visionImageTokenId
-visionVideoTokenId visionDeepstackVisualIndexes
-""".split()
+KEYS = [
+    "hiddenSize", "ffnIntermediate", "moeIntermediateSize", "numHeads", "numKVHeads",
+    "numFullKVHeads", "headDim", "fullHeadDim", "vocabSize", "slidingWindow", "finalLogitSoftcap",
+    "ropeTheta", "fullRopeTheta", "partialRotaryFactor", "numLayers", "numExperts", "topKExperts",
+    "tieWordEmbeddings", "attentionKEqV", "hiddenActivation", "fullAttentionLayerMask", "family",
+    "attnOutputGate", "attentionScale", "embeddingScaledBySqrtHidden", "routerScaled",
+    "ffnSandwichNorms", "sharedExpertGated", "ropeNeoxSubdim", "linearNumKHeads", "linearNumVHeads",
+    "linearKeyHeadDim", "linearValueHeadDim", "linearConvKernelSize", "linearOutputGateSigmoid",
+    "mlaKvLoraRank", "mlaQLoraRank", "mlaNopeHeadDim", "mlaRopeHeadDim", "mlaVHeadDim",
+    "numDenseLeadingLayers", "denseLeadIntermediateSize", "caQLoraRank", "caOLoraRank", "caOGroups",
+    "caRopeHeadDim", "caIndexNHeads", "caIndexKvHeads", "caIndexHeadDim", "caIndexTopK",
+    "caIndexBudget", "caCSACompressRate", "caHCACompressRate", "caCompressRopeTheta",
+    "caRopeScalingFactor", "caRopeScalingOriginalMax", "caRopeScalingBetaFast",
+    "caRopeScalingBetaSlow", "hcMult", "hcLowrank", "hcSinkhornIters", "hcEps", "pleNgramSize",
+    "pleHeadsPerNgram", "pleNgramVocabSizeBase", "pleMakeDivisibleBy", "pleSplitNgramParts",
+    "pleEmbedDim", "pleConvKernelSize", "pleLayerIds", "pleSeed", "pleEosTokenId",
+    "numHashRoutedLayers", "routerScoringFunc", "routedScalingFactor", "swigluLimit",
+    "ropeScalingFactor", "ropeScalingOriginalContext", "ropeScalingBetaFast", "ropeScalingBetaSlow",
+    "ropeScalingMscale", "visionDepth", "visionHiddenSize", "visionIntermediateSize",
+    "visionNumHeads", "visionPatchSize", "visionTemporalPatchSize", "visionInChannels",
+    "visionSpatialMergeSize", "visionNumPositionEmbeddings", "visionOutHiddenSize",
+    "visionMropeSection", "visionStartTokenId", "visionEndTokenId", "visionImageTokenId",
+    "visionVideoTokenId", "visionDeepstackVisualIndexes",
+]  # fmt: skip
 
 
 def base(**changes: object) -> ArchConfig:

@@ -120,7 +120,19 @@ def test_a_wrong_field_is_refused_by_name(tmp_path: Path, edit, error, text) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["../x", "/etc/passwd", "a/../../x", "a//b", "./a", "", "a\\b", "a\0b", "a/", "\ud800", "é" * 200],
+    [
+        "../x",
+        "/etc/passwd",
+        "a/../../x",
+        "a//b",
+        "./a",
+        "",
+        "a\\b",
+        "a\0b",
+        "a/",
+        "\ud800",
+        "é" * 200,
+    ],
 )
 def test_a_listed_path_that_could_leave_the_install_is_refused(tmp_path: Path, name: str) -> None:
     path = edited(tmp_path, "files", name, {"size": 1, "sha256": "0" * 64})
@@ -202,6 +214,7 @@ TEXTS = {
     "digits": b'{"magic": ' + b"9" * 5000 + b"}",
     "21 digits": b'{"magic": 100000000000000000000}',
     "nested": b'{"magic": ' + b"[" * 200000 + b"]" * 200000 + b"}",
+    "65 levels": b'{"magic": ' + b"[" * 64 + b"]" * 64 + b"}",
     "nested objects": b'{"a": ' * 100000 + b"1" + b"}" * 100000,
     "latin1": b'{"magic": "\xff"}',
     "utf16": '{"magic": 1}'.encode("utf-16"),

@@ -143,7 +143,10 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tag", BLOCK_TAGS)
 def test_block_tags_are_refused_by_tensor_name_and_tag(tmp_path: Path, tag: int) -> None:
     refuse(
-        tmp_path, put(good(), 0, "dtype", tag), UnsupportedError, rf"q .*{BLOCK_TAGS[tag]} \(tag {tag}\)"
+        tmp_path,
+        put(good(), 0, "dtype", tag),
+        UnsupportedError,
+        rf"q .*{BLOCK_TAGS[tag]} \(tag {tag}\)",
     )
 
 
@@ -259,7 +262,7 @@ def test_an_unfinished_or_contradictory_file_is_refused_by_name(tmp_path: Path) 
         writer.write("a", raw(mx.ones((2,)), "float32"))
     with pytest.raises(SourceError, match="d was declared after"):
         writer.add("d", Raw("float32"), (2,))
-    with pytest.raises(SourceError, match="1 resident tensors were declared and not written.* b"):
+    with pytest.raises(SourceError, match=r"1 resident tensors were declared and not written.* b"):
         writer.close()
     with pytest.raises(SourceError, match="after it was closed"):
         writer.write("b", raw(mx.ones((2,)), "float32"))

@@ -23,6 +23,7 @@ PAGE = 16384
 _IO_CHUNK = 1 << 30
 _INT_DIGITS = 20  # 2**64 has 20: longer integers cannot be sizes and would be slow to parse
 _MAX_VALUES = 8 << 20  # a document of "[],[],..." takes 20 times its length in memory
+_MAX_DEPTH = 64  # what json accepts can be too deep for repr, == or a validator
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 Pairs = list[tuple[str, Any]]
@@ -68,6 +69,20 @@ def _no_duplicates(pairs: Pairs) -> dict[str, Any]:
     return found
 
 
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if type(parent) is dict else parent)
+            if type(child) in (dict, list)
+        ]
+        if not level:
+            return
+    raise _BadJSON(f"nested deeper than {_MAX_DEPTH}")
+
+
 def parse_json(
     data: bytes, what: str, check: Callable[[dict[str, Any]], str | None] | None = None
 ) -> dict[str, Any]:
@@ -96,6 +111,8 @@ def parse_json(
             parse_int=_integer,
             parse_float=_float,
         )
+        if isinstance(value, dict):
+            _check_depth(value)
         if _SURROGATE_ESCAPE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:

@@ -192,11 +192,9 @@ def _read_record(tensors: dict[str, Any], where: str, stride: int) -> RecordLayo
     if used > stride:
         raise IndexCorruptError(f"{where}: {spans[-1][2]} ends at {used}; the stride is {stride}")
     found: dict[str, RecordTensor] = {}
-    for role in (r for r in RECORD_ROLES if r in planes):
-        if role.endswith(("_scales", "_biases")):
-            if role.rsplit("_", 1)[0] + "_scales" not in planes:
-                _refuse_block(planes, where)
-            continue
+    if "gate_biases" in planes and "gate_scales" not in planes:
+        _refuse_block(planes, where)
+    for role in (r for r in planes if not r.endswith(("_scales", "_biases"))):
         group = [role + s for s in ("", "_scales", "_biases") if role + s in planes]
         fmt = _projection_format(planes, role, where)
         found.update(_plane_tensors(planes, role, group, fmt, where))
@@ -226,7 +224,7 @@ def _dtype(row: dict[str, Any], where: str) -> str:
     if name not in _DTYPES:
         raise UnsupportedError(
             f"{where} is stored as {printable(name)}, which has no MLX kernel; "
-            f"this build reads {', '.join(_DTYPES)}"
+            "convert the checkpoint with turbospark instead"
         )
     return _DTYPES[name]
 
@@ -272,6 +270,10 @@ def _named_format(row: dict[str, Any], where: str) -> Quant:
 def _derived_format(row: dict[str, Any], scales: dict[str, Any], where: str) -> Quant:
     rows, columns = row["shape"]
     groups = scales["shape"][1]
+    if scales["offset"] != row["offset"] + row["size"]:
+        raise TensorShapeError(  # a size that is wrong by a factor would look like another width
+            f"{where}: {row['size']} bytes leave a gap before {where}_scales at {scales['offset']}"
+        )
     bits, rest = divmod(row["size"] * 8, rows * columns)
     if rest or columns % groups:
         raise TensorShapeError(
