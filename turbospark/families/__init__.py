@@ -19,6 +19,14 @@ _ROWS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...]
         ("llama", "qwen2", "qwen3", "qwen3moe"),
         ("llama", "qwen2", "qwen3", "qwen3moe"),
     ),
+    ("deepseek2", ("deepseek_v2",), ("deepseek2",), ("deepseek2",)),
+    (
+        "muse_glimmer",
+        ("muse_glimmer", "muse_glimmer_text"),
+        ("museGlimmer",),
+        ("muse-glimmer",),
+    ),
+    ("spark", ("spark2_5",), ("spark2_5",), ("spark2_5",)),
 )
 
 

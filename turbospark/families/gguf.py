@@ -9,7 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import mlx.core as mx
+
+from turbospark.dtypes import Raw
 from turbospark.errors import SourceError
+from turbospark.install.planes import Planes
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -97,3 +101,22 @@ def gguf_base_config(
             "attention_factor": get("rope.scaling.attn_factor"),
         }
     return {k: v for k, v in config.items() if v is not None}
+
+
+def gguf_sliding_layers(meta: Mapping[str, Any], layers: int) -> list[bool]:
+    """Which layers have the window, from `attention.sliding_window_pattern`.
+
+    The key is a list with true for windowed layers, or a period whose last layer is global.
+    """
+    key = f"{meta['general.architecture']}.attention.sliding_window_pattern"
+    pattern = meta.get(key)
+    if type(pattern) is int and pattern > 0:
+        return [i % pattern < pattern - 1 for i in range(layers)]
+    if isinstance(pattern, list) and len(pattern) == layers and set(pattern) <= {0, 1}:
+        return [bool(entry) for entry in pattern]
+    raise SourceError(f"GGUF metadata: {key} = {pattern!r}; expected a period or {layers} booleans")
+
+
+def minus_one(planes: Planes) -> Planes:
+    """A centred norm's weight w, from files that store 1 + w; exact, as 1 + w is float32."""
+    return Planes(Raw("float32"), planes.shape, planes.dense(mx.float32) - 1.0)

@@ -7,7 +7,7 @@ three ways experts are stored. Does not know any family's own tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from turbospark.families.base import Piece
 from turbospark.install.planes import Planes
@@ -77,7 +77,7 @@ def expert_pieces(
     return (Piece(layer=layer, role=role, expert=expert),)
 
 
-def unpermute_rows(heads: int) -> object:
+def unpermute_rows(heads: int) -> Callable[[Planes], Planes]:
     """Undo GGUF's interleaved q/k rows of the llama architecture, head by head."""
 
     def transform(planes: Planes) -> Planes:
