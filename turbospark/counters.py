@@ -36,6 +36,8 @@ class PhaseCounters:
 
     calls: int = 0
     """Forward passes, counted per token also inside chunks."""
+    passes: int = 0
+    """Model invocations: a chunk of a prompt is one."""
     total_ns: int = 0
     """Everything below: forward passes, sampling, detokenizing and the loop around them."""
     build_ns: int = 0
@@ -68,6 +70,7 @@ class PhaseCounters:
     """Reads whose physical bytes were measured; check it before dividing."""
     prefetch_requests: int = 0
     prefetch_hits: int = 0
+    prefetch_bytes: int = 0
 
     def __sub__(self, earlier: PhaseCounters) -> PhaseCounters:
         """Field by field; a field that either side did not measure stays None."""

@@ -63,6 +63,10 @@ class RunnerBusyError(TurbosparkError):
     """A second generation was started where it cannot be serialised."""
 
 
+class SessionBrokenError(TurbosparkError):
+    """A pass failed half-way; the cache it left cannot be continued."""
+
+
 class RunnerClosedError(TurbosparkError):
     """A call on a closed runner."""
 

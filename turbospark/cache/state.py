@@ -35,6 +35,11 @@ class Snapshot:
     position: int
     layers: tuple[Any, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state that only this snapshot may keep alive."""
+        return sum(a.nbytes for saved in self.layers if saved is not None for a in saved)
+
 
 def ring_capacity(window: int, max_context: int, override: int | None) -> int:
     """Rows of a ring: the window plus slack for going back, never more than the context."""
@@ -55,14 +60,18 @@ class LayerStates:
         self.max_context = max_context
         self.position = 0
         self.step = Step(0, 0)
-        self.layers: list[Cache] = []
+        # Any: a family calls what its own specs asked for, which no common type could say.
+        self.layers: list[Any] = []
         for spec in self.specs:
             self.layers.append(self._allocate(spec, dtype, ring_override))
         mx.eval(self.arrays())
 
     def _allocate(self, spec: CacheSpec, dtype: mx.Dtype, override: int | None) -> Cache:
         if isinstance(spec, SharedSpec):
-            return self.layers[spec.source]
+            source = self.layers[spec.source]
+            if isinstance(source, RingKV):
+                source.shared = True
+            return source
         if isinstance(spec, RingSpec) and spec.window >= self.max_context:
             # A window as wide as the context never drops a key.
             spec = FullSpec(spec.kv_heads, spec.key_dim, spec.value_dim)
@@ -96,14 +105,39 @@ class LayerStates:
     def recurrent(self) -> bool:
         return any(isinstance(s, RecurrentSpec) for s in self.specs)
 
-    def begin(self, rows: int, rows_attention: bool = True) -> Step:
-        """Open a pass over the next `rows` positions."""
-        self.step = Step(self.position, rows, rows_attention)
+    def begin(self, rows: int, rows_attention: bool = True, tape: bool = False) -> Step:
+        """Open a pass over the next `rows` positions; with `tape`, `keep_rows` can cut it."""
+        self.step = Step(self.position, rows, rows_attention, tape)
         return self.step
 
     def advance(self) -> None:
         """Close the pass opened by `begin`: its rows are now part of the past."""
         self.position = self.step.end
+        self.step.replays.clear()
+
+    def keep_rows(self, rows: int) -> None:
+        """Cut the pass just closed to its first `rows`, as if it had had no others.
+
+        Raises UnsupportedError when the pass was not taped and a layer is recurrent, and when a
+        ring has overwritten what those rows read.
+        """
+        step, to = self.step, self.step.start + rows
+        if step.end != self.position or not 1 <= rows <= step.rows:
+            raise UnsupportedError(
+                f"cannot keep {rows} rows: the newest pass has {step.rows} from position "
+                f"{step.start} and the caches stand at {self.position}"
+            )
+        for cache in self.owned():
+            if isinstance(cache, RecurrentState):
+                reason = cache.keep_refusal(step.start, rows)
+            else:
+                reason = cache.rewind_refusal(self.position, to)
+            if reason:
+                raise UnsupportedError(f"cannot keep {rows} of {step.rows} rows: {reason}")
+        for cache in self.owned():
+            if isinstance(cache, RecurrentState):
+                cache.keep_rows(step.start, rows)
+        self.position = to
 
     def snapshot(self) -> Snapshot:
         """A point to come back to; costs references only."""
@@ -132,13 +166,21 @@ class LayerStates:
             self.reset()
         self.position = to
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot taken on these caches."""
-        for cache, saved in zip(self.owned(), snapshot.layers, strict=True):
+    def restore_refusal(self, snapshot: Snapshot) -> str | None:
+        """Why the caches cannot go back to `snapshot`; None when they can."""
+        for cache in self.owned():
             if not isinstance(cache, RecurrentState):
                 reason = cache.rewind_refusal(self.position, snapshot.position)
                 if reason:
-                    raise UnsupportedError(f"cannot restore {snapshot.position}: {reason}")
+                    return reason
+        return None
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot taken on these caches."""
+        reason = self.restore_refusal(snapshot)
+        if reason:
+            raise UnsupportedError(f"cannot restore position {snapshot.position}: {reason}")
+        for cache, saved in zip(self.owned(), snapshot.layers, strict=True):
             cache.restore(saved)
         self.position = snapshot.position
 

@@ -15,8 +15,9 @@ import mlx.core as mx
 from turbospark.convert.source import SourceTensor, listed
 from turbospark.dtypes import Format
 from turbospark.errors import SourceError, TurbosparkError, UnsupportedError
-from turbospark.families.base import PROJECTIONS, ExpertShape, Family, Piece
+from turbospark.families.base import ExpertShape, Family, Piece
 from turbospark.install.planes import Planes, plane_shapes
+from turbospark.install.record import PROJECTIONS
 
 MAX_DIM = 2**31 - 1  # of an MLX array
 Pieces = Callable[[Any, str], "tuple[Piece, ...] | None"]

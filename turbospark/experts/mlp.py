@@ -32,7 +32,7 @@ class StackedMatrix:
 
     def __call__(self, x: mx.array, which: mx.array, is_sorted: bool) -> mx.array:
         """x [..., 1, in] with which [...] choosing the matrix of each row -> [..., 1, out]."""
-        if isinstance(self.fmt, Raw):
+        if isinstance(self.fmt, Raw) or self.scales is None:
             y = mx.gather_mm(
                 x, self.weight.swapaxes(-1, -2), rhs_indices=which, sorted_indices=is_sorted
             )
@@ -70,19 +70,23 @@ class ExpertMLP:
         """x [T, H], which uint32 [T, k], weights [T, k] -> [T, H]."""
         tokens, k = which.shape
         if which.size < SORT_FROM:
-            rows = mx.expand_dims(x, (-2, -3))
-            y = self._mlp(rows, which, False).squeeze(-2)
-        else:
-            flat = which.flatten()
-            order = mx.argsort(flat)
-            rows = mx.expand_dims(x[order // k], -2)
-            y = self._mlp(rows, flat[order], True).squeeze(-2)
-            y = y[mx.argsort(order)].reshape(tokens, k, -1)
-        return weighted_sum(y, weights)
+            return weighted_sum(self.routes(x, which), weights)
+        flat = which.flatten()
+        order = mx.argsort(flat)
+        y = self.sorted_routes(x[order // k], flat[order])
+        return weighted_sum(y[mx.argsort(order)].reshape(tokens, k, -1), weights)
+
+    def routes(self, x: mx.array, which: mx.array) -> mx.array:
+        """x [T, H], which [T, k] -> the output of each route, [T, k, H]."""
+        return self._mlp(mx.expand_dims(x, (-2, -3)), which, False).squeeze(-2)
+
+    def sorted_routes(self, rows: mx.array, which: mx.array) -> mx.array:
+        """rows [R, H] with which [R] ascending -> [R, H]."""
+        return self._mlp(mx.expand_dims(rows, -2), which, True).squeeze(-2)
 
     def _mlp(self, rows: mx.array, which: mx.array, is_sorted: bool) -> mx.array:
         hidden = self.activation(self.gate(rows, which, is_sorted), self.up(rows, which, is_sorted))
-        return self.down(hidden, which, is_sorted)
+        return self.down(hidden, which, is_sorted).astype(rows.dtype)
 
     def arrays(self) -> list[mx.array]:
         """The arrays held."""

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import mlx.core as mx
 
 from turbospark.dtypes import Quant
-from turbospark.experts.base import Activation
+from turbospark.experts.base import Activation, Router
 from turbospark.experts.mlp import ExpertMLP, StackedMatrix
 from turbospark.install.files import read_exactly
 from turbospark.install.packed import PackedLayer, PackedLayout
 from turbospark.install.planes import empty_planes, host_view
-
-PROJECTIONS = ("gate", "up", "down")
+from turbospark.install.record import PROJECTIONS
+from turbospark.policies import LiveToggles
 
 
 class ResidentExperts:
@@ -23,16 +23,34 @@ class ResidentExperts:
     residency = "resident"
     slots = 0
 
-    def __init__(self, layers: Mapping[int, ExpertMLP]) -> None:
+    def __init__(self, layers: Mapping[int, ExpertMLP], toggles: LiveToggles) -> None:
         self.layers = dict(layers)
+        self.toggles = toggles
 
-    def routed(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
-        """See `ExpertStore.routed`."""
+    def routed(
+        self,
+        layer: int,
+        x: mx.array,
+        ids: mx.array,
+        weights: mx.array,
+        beside: mx.array | None = None,
+    ) -> mx.array:
+        """See `ExpertStore.routed`; nothing is waited for, so `beside` needs no start."""
         rows = x.shape[1]
-        y = self.layers[layer](
-            x.reshape(rows, -1), ids.reshape(rows, -1), weights.reshape(rows, -1)
-        )
-        return y[None]
+        x, ids, weights = x.reshape(rows, -1), ids.reshape(rows, -1), weights.reshape(rows, -1)
+        if rows == 1 or self.toggles.routed_batch_prefill:
+            return self.layers[layer](x, ids, weights)[None]
+        each = [
+            self.layers[layer](x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
+            for t in range(rows)
+        ]
+        return mx.concatenate(each, axis=0)[None]
+
+    def watch(self, layer: int, router: Router) -> None:
+        """See `ExpertStore.watch`; there is nothing to look ahead for."""
+
+    def close(self) -> None:
+        """See `ExpertStore.close`."""
 
     @property
     def nbytes(self) -> int:
@@ -43,11 +61,12 @@ class ResidentExperts:
         return sum(len(mlp.arrays()) for mlp in self.layers.values())
 
 
-def load_resident(layout: PackedLayout, activation: Activation, dtype: mx.Dtype) -> ResidentExperts:
+def load_resident(
+    layout: PackedLayout, activation: Activation, dtype: mx.Dtype, toggles: LiveToggles
+) -> ResidentExperts:
     """Read every record of the layout; dense weights and affine companions become `dtype`."""
-    return ResidentExperts(
-        {index: _load_layer(layer, activation, dtype) for index, layer in layout.layers.items()}
-    )
+    layers = {i: _load_layer(layer, activation, dtype) for i, layer in layout.layers.items()}
+    return ResidentExperts(layers, toggles)
 
 
 def _load_layer(layer: PackedLayer, activation: Activation, dtype: mx.Dtype) -> ExpertMLP:
@@ -76,7 +95,7 @@ def _load_matrix(layer: PackedLayer, fd: int, name: str, dtype: mx.Dtype) -> Sta
         bias = vectors.dense(dtype)
     if not isinstance(fmt, Quant):
         matrix = StackedMatrix(fmt, stacked.dense(dtype), bias=bias)
-    elif fmt.mode == "affine":
+    elif stacked.scales is not None and stacked.biases is not None:
         matrix = StackedMatrix(
             fmt,
             stacked.weight,

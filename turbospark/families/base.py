@@ -16,8 +16,7 @@ from turbospark.cache.state import LayerStates
 from turbospark.families.config import ConfigReader
 from turbospark.install.arch import ArchConfig
 from turbospark.install.planes import Planes
-
-PROJECTIONS = ("gate", "up", "down")
+from turbospark.layers.moe import swiglu
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Family:
     pieces: Callable[[Any, str], tuple[Piece, ...] | None]
     build: Callable[..., Model]
     expert_shapes: Callable[[Any], dict[int, ExpertShape]] = lambda config: {}
-    expert_activation: Callable[[Any], Activation] | None = None
+    expert_activation: Callable[[Any], Activation] = lambda config: swiglu
     capabilities: Capabilities = field(default_factory=Capabilities)
     gguf_architectures: tuple[str, ...] = ()
     gguf_config: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], dict] | None = None

@@ -6,6 +6,7 @@ Knows the hub dialect (flat keys, `rope_scaling`) and the one transformers 5 sav
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -68,19 +69,19 @@ def _flatten_rope(config: dict[str, Any]) -> None:
 class ConfigReader:
     """Typed access to one configuration; every complaint names the key and the value found."""
 
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+    def __init__(self, values: Mapping[builtins.str, Any], where: builtins.str = "config.json") -> None:
         self.values = values
         self.where = where
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: builtins.str) -> builtins.bool:
         return self.values.get(key) is not None
 
-    def raw(self, key: str, default: Any = None) -> Any:
+    def raw(self, key: builtins.str, default: Any = None) -> Any:
         """The value as it stands; None counts as absent."""
         value = self.values.get(key)
         return default if value is None else value
 
-    def int(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+    def int(self, key: builtins.str, default: builtins.int | None = None, minimum: builtins.int = 1) -> builtins.int:
         """A whole number >= minimum."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
@@ -89,7 +90,7 @@ class ConfigReader:
             raise self._bad(key, value, f"at least {minimum}")
         return int(value)
 
-    def float(self, key: str, default: float | None = None) -> float:
+    def float(self, key: builtins.str, default: builtins.float | None = None) -> builtins.float:
         """A finite number."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -98,21 +99,21 @@ class ConfigReader:
             raise self._bad(key, value, "a finite number")
         return float(value)
 
-    def bool(self, key: str, default: bool | None = None) -> bool:
+    def bool(self, key: builtins.str, default: builtins.bool | None = None) -> builtins.bool:
         """true or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self._bad(key, value, "true or false")
         return value
 
-    def str(self, key: str, default: str | None = None) -> str:
+    def str(self, key: builtins.str, default: builtins.str | None = None) -> builtins.str:
         """A string."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self._bad(key, value, "a string")
         return value
 
-    def list(self, key: str, length: int | None = None) -> list[Any] | None:
+    def list(self, key: builtins.str, length: builtins.int | None = None) -> builtins.list[Any] | None:
         """A list, of `length` entries if given; None when absent."""
         value = self.raw(key)
         if value is None:
@@ -123,7 +124,7 @@ class ConfigReader:
             raise self._bad(key, f"{len(value)} entries", f"{length} entries")
         return value
 
-    def section(self, key: str) -> ConfigReader | None:
+    def section(self, key: builtins.str) -> ConfigReader | None:
         """A nested object as a reader of its own; None when absent."""
         value = self.raw(key)
         if value is None:
@@ -132,7 +133,7 @@ class ConfigReader:
             raise self._bad(key, value, "an object")
         return ConfigReader(value, f"{self.where}: {key}")
 
-    def expect(self, key: str, *supported: Any) -> None:
+    def expect(self, key: builtins.str, *supported: Any) -> None:
         """Refuse a value other than those the family computes; absent or null is accepted."""
         value = self.values.get(key)
         if value is not None and value not in supported:
@@ -141,7 +142,7 @@ class ConfigReader:
                 f"{self.where}: {key} = {value!r} is not supported; supported: {allowed}"
             )
 
-    def layer_types(self, count: int, supported: tuple[str, ...]) -> list[str] | None:
+    def layer_types(self, count: builtins.int, supported: tuple[builtins.str, ...]) -> builtins.list[builtins.str] | None:
         """`layer_types` with each entry checked; None when absent."""
         kinds = self.list("layer_types", count)
         for i, kind in enumerate(kinds or ()):
@@ -152,7 +153,7 @@ class ConfigReader:
                 )
         return kinds
 
-    def _value(self, key: str, default: Any) -> Any:
+    def _value(self, key: builtins.str, default: Any) -> Any:
         value = self.values.get(key)
         if value is None:
             value = default
@@ -160,5 +161,5 @@ class ConfigReader:
             raise SourceError(f"{self.where}: required key {key} is missing")
         return value
 
-    def _bad(self, key: str, value: Any, expected: str) -> SourceError:
+    def _bad(self, key: builtins.str, value: Any, expected: builtins.str) -> SourceError:
         return SourceError(f"{self.where}: {key} = {value!r}; expected {expected}")

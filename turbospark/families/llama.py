@@ -183,7 +183,7 @@ def arch(c: Config) -> ArchConfig:
         tie_word_embeddings=c.tie_word_embeddings,
         attention_k_eq_v=False,
         hidden_activation="silu",
-        full_attention_layer_mask=[0 if w else 1 for w in c.windows],
+        full_attention_layer_mask=tuple(0 if w else 1 for w in c.windows),
         attn_output_gate=False,
         attention_scale=c.head_dim**-0.5,
         embedding_scaled_by_sqrt_hidden=False,
@@ -292,9 +292,14 @@ class SparseMLP:
         self.top_k, self.normalize = c.num_experts_per_tok, c.norm_topk_prob
         self.router = w.linear(f"model.layers.{layer}.mlp.gate")
         self.experts = experts
+        experts.watch(layer, lambda x: self.route(x)[0])
+
+    def route(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """[1, L, H] -> chosen ids and weights [1, L, k]."""
+        return softmax_top_k(self.router(x), self.top_k, self.normalize)
 
     def __call__(self, x: mx.array) -> mx.array:
-        ids, weights = softmax_top_k(self.router(x), self.top_k, self.normalize)
+        ids, weights = self.route(x)
         return self.experts.routed(self.layer, x, ids, weights)
 
 
@@ -313,8 +318,11 @@ class Layer:
         self.post_attention_layernorm = w.norm(
             f"{name}.post_attention_layernorm.weight", c.rms_norm_eps
         )
-        sparse = experts is not None and c.sparse[layer]
-        self.mlp = SparseMLP(c, w, layer, experts) if sparse else DenseMLP(c, w, layer)
+        self.mlp: DenseMLP | SparseMLP
+        if experts is not None and c.sparse[layer]:
+            self.mlp = SparseMLP(c, w, layer, experts)
+        else:
+            self.mlp = DenseMLP(c, w, layer)
 
     def __call__(self, x: mx.array, states: LayerStates) -> mx.array:
         x = x + self.attention(self.input_layernorm(x), states)

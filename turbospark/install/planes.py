@@ -75,9 +75,7 @@ class Planes:
         return [a for a in (self.weight, self.scales, self.biases) if a is not None]
 
 
-def plane_shapes(
-    fmt: Format, shape: tuple[int, ...]
-) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+def plane_shapes(fmt: Format, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], mx.Dtype]]:
     """(shape, dtype) of each plane of a tensor of logical `shape`, in file order."""
     if isinstance(fmt, Raw):
         return [(shape, MX_DTYPES[fmt.dtype])]
@@ -88,7 +86,7 @@ def plane_shapes(
 
 def host_view(array: mx.array) -> np.ndarray:
     """A writable uint8 view of an evaluated array's memory; any dtype, bfloat16 included."""
-    return np.frombuffer(array, dtype=np.uint8)
+    return np.frombuffer(array, dtype=np.uint8)  # type: ignore[call-overload]
 
 
 def empty_planes(fmt: Format, shape: tuple[int, ...]) -> Planes:

@@ -30,13 +30,17 @@ class Linear:
 
 @dataclass(frozen=True)
 class QuantizedLinear:
-    """y = x W^T + bias with W [out, in] packed as `fmt` says."""
+    """y = x W^T + bias with W [out, in] packed as `fmt` says.
+
+    Without `transpose` the packed matrix is [in, out] and y = x W.
+    """
 
     fmt: Quant
     weight: mx.array
     scales: mx.array
     biases: mx.array | None
     bias: mx.array | None = None
+    transpose: bool = True
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., in] -> [..., out]."""
@@ -45,7 +49,7 @@ class QuantizedLinear:
             self.weight,
             self.scales,
             self.biases,
-            transpose=True,
+            transpose=self.transpose,
             group_size=self.fmt.group_size,
             bits=self.fmt.bits,
             mode=self.fmt.mode,
@@ -67,7 +71,9 @@ class FusedLinear:
         """x [..., in] -> one [..., size] per fused matrix, in order."""
         if len(self.parts) > 1:
             return [part(x) for part in self.parts]
-        return mx.split(self.parts[0](x), list(accumulate(self.sizes))[:-1], axis=-1)
+        if len(self.sizes) == 1:
+            return [self.parts[0](x)]
+        return list(mx.split(self.parts[0](x), list(accumulate(self.sizes))[:-1], axis=-1))
 
 
 def fuse(parts: Sequence[AnyLinear], sizes: Sequence[int]) -> FusedLinear:
@@ -100,16 +106,28 @@ def _join(arrays: Sequence[mx.array | None], axis: int) -> mx.array | None:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A table [rows, width], dense or quantized, looked up by id and usable as a tied head."""
+    """A dense table [rows, width], looked up by id and usable as a tied head."""
 
-    table: mx.array | None
-    packed: QuantizedLinear | None
+    table: mx.array
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """ids int [1, L] -> [1, L, width]."""
+        return self.table[ids]
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """x [..., width] -> [..., rows]: the tied output head."""
+        return x @ self.table.T
+
+
+@dataclass(frozen=True)
+class QuantizedEmbedding:
+    """A packed table, unpacked row by row as it is looked up."""
+
+    packed: QuantizedLinear
     dtype: mx.Dtype
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids int [1, L] -> [1, L, width]."""
-        if self.packed is None:
-            return self.table[ids]
         p = self.packed
         rows = mx.dequantize(
             p.weight[ids],
@@ -123,4 +141,7 @@ class Embedding:
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., width] -> [..., rows]: the tied output head."""
-        return self.packed(x) if self.packed is not None else x @ self.table.T
+        return self.packed(x)
+
+
+AnyEmbedding = Embedding | QuantizedEmbedding

@@ -6,6 +6,7 @@ Knows storage formats and the compute dtype. Does not know which names a family 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -15,10 +16,12 @@ from turbospark.dtypes import Quant
 from turbospark.errors import MissingTensorError, TensorShapeError
 from turbospark.install.planes import Planes
 from turbospark.layers.linear import (
+    AnyEmbedding,
     AnyLinear,
     Embedding,
     FusedLinear,
     Linear,
+    QuantizedEmbedding,
     QuantizedLinear,
     fuse,
 )
@@ -100,28 +103,37 @@ class Weights:
         parts = [self.linear(name, bias) for name in names]
         return fuse(parts, [self.shapes[f"{name}.weight"][0] for name in names])
 
-    def embedding(self, name: str) -> Embedding:
+    def per_head(self, name: str, heads: int, transpose: bool = True) -> AnyLinear:
+        """The matrix `name`.weight [heads * rows, columns] as one matrix per head.
+
+        It maps [1, heads, L, columns] to [1, heads, L, rows]; without `transpose`, rows to columns.
+        """
+        planes = self.planes(f"{name}.weight")
+        split = [a.reshape(heads, -1, a.shape[-1]) for a in planes.arrays()]
+        shape = (heads, planes.shape[0] // heads, planes.shape[1])
+        planes = Planes(planes.fmt, shape, *split)
+        packed = self._packed(planes, None)
+        if packed is not None:
+            return replace(packed, transpose=transpose)
+        matrix = planes.dense(self.dtype)
+        return Linear(self._keep(mx.contiguous(matrix.swapaxes(1, 2)) if transpose else matrix))
+
+    def embedding(self, name: str) -> AnyEmbedding:
         """The table `name`.weight [rows, width]."""
         planes = self.planes(f"{name}.weight")
         packed = self._packed(planes, None)
-        if isinstance(packed, QuantizedLinear):
-            return Embedding(None, packed, self.dtype)
-        return Embedding(self._keep(planes.dense(self.dtype)), None, self.dtype)
+        if packed is not None:
+            return QuantizedEmbedding(packed, self.dtype)
+        return Embedding(self._keep(planes.dense(self.dtype)))
 
     def _packed(self, planes: Planes, bias: mx.array | None) -> QuantizedLinear | None:
-        fmt = planes.fmt
-        if not isinstance(fmt, Quant) or self.expand:
+        fmt, scales = planes.fmt, planes.scales
+        if not isinstance(fmt, Quant) or scales is None or self.expand:
             return None
-        affine = fmt.mode == "affine"
-        companions = [
-            a if a is None or not affine else a.astype(self.dtype)
-            for a in (planes.scales, planes.biases)
-        ]
-        self._keep(planes.weight)
-        for array in companions:
-            if array is not None:
-                self._keep(array)
-        return QuantizedLinear(fmt, planes.weight, companions[0], companions[1], bias)
+        biases = planes.biases
+        if biases is not None:
+            scales, biases = scales.astype(self.dtype), self._keep(biases.astype(self.dtype))
+        return QuantizedLinear(fmt, self._keep(planes.weight), self._keep(scales), biases, bias)
 
     def _keep(self, array: mx.array) -> mx.array:
         """Evaluate now: a lazy cast would keep the stored copy alive and belong to this thread."""

@@ -1,0 +1,66 @@
+"""Run large language models locally on MLX.
+
+`Runner.open(dir, OpenOptions(...))` opens an install made by `convert` or `pull`.
+Names are imported on first use, so that `import turbospark` does not load MLX.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Runner": "turbospark.runner",
+    "OpenOptions": "turbospark.options",
+    "GenerationOptions": "turbospark.options",
+    "GenerationResult": "turbospark.generation",
+    "ArchConfig": "turbospark.install.arch",
+    "KvQuant": "turbospark.options",
+    "ExpertResidency": "turbospark.options",
+    "LoadGuard": "turbospark.options",
+    "RuntimeToggles": "turbospark.options",
+    "DraftPolicies": "turbospark.options",
+    "MtpPolicy": "turbospark.options",
+    "DflashPolicy": "turbospark.options",
+    "PhaseCounters": "turbospark.counters",
+    "convert": "turbospark.convert",
+    "pull": "turbospark.hub",
+    "TurbosparkError": "turbospark.errors",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from turbospark.convert import convert
+    from turbospark.counters import PhaseCounters
+    from turbospark.errors import TurbosparkError
+    from turbospark.generation import GenerationResult
+    from turbospark.hub import pull
+    from turbospark.install.arch import ArchConfig
+    from turbospark.options import (
+        DflashPolicy,
+        DraftPolicies,
+        ExpertResidency,
+        GenerationOptions,
+        KvQuant,
+        LoadGuard,
+        MtpPolicy,
+        OpenOptions,
+        RuntimeToggles,
+    )
+    from turbospark.runner import Runner
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'turbospark' has no attribute {name!r}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

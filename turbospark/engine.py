@@ -1,0 +1,190 @@
+"""One open model moving through tokens: chunks, steps, prefix reuse, sessions, counters.
+
+Knows the model, its states and the clock. Does not know text, sampling or files. The only room
+besides the streamed expert store that evaluates arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from turbospark.cache.pool import SessionPool
+from turbospark.cache.state import LayerStates
+from turbospark.counters import PhaseClock
+from turbospark.errors import (
+    ContextOverflowError,
+    EmptyPromptError,
+    SessionBrokenError,
+    TokenIdError,
+)
+from turbospark.experts.base import ExpertStore
+from turbospark.families.base import Model
+from turbospark.options import LiveToggles
+
+SMALL_SLICE = 4
+"""Rows per pass with `prefill_steel` off: below MLX's switch to its large-M kernels."""
+
+
+class Engine:
+    """Feeds tokens to a model; implements the protocol that `generation` drives."""
+
+    def __init__(
+        self,
+        model: Model,
+        store: ExpertStore | None,
+        pool: SessionPool,
+        toggles: LiveToggles,
+        *,
+        device: mx.Device,
+        max_context: int,
+        prefill_chunk: int | None,
+        prefix_reuse: bool,
+        clock: PhaseClock,
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.pool = pool
+        self.toggles = toggles
+        self.device = device
+        self.max_context = max_context
+        self.prefill_chunk = prefill_chunk
+        self.prefix_reuse = prefix_reuse
+        self.vocab_size = model.vocab_size
+        self.clock = clock
+        self.kept = 0
+        self.evicted = False
+
+    @property
+    def states(self) -> LayerStates:
+        return self.pool.live.states
+
+    @property
+    def position(self) -> int:
+        return self.states.position
+
+    # --- what generation drives -------------------------------------------------------------------
+
+    def begin(self, ids: Sequence[int]) -> int:
+        """Get ready for a prompt: tokens of it that the cache already holds."""
+        self.kept = self.pool.try_reuse(ids) if self.prefix_reuse else 0
+        self.evicted = False
+        if self.kept == 0 and self.prefix_reuse:
+            self.evicted = self.pool.start()
+        elif self.kept == 0:
+            self.pool.live.reset()
+        return self.kept
+
+    def prefill_steps(self, ids: Sequence[int], kept: int) -> Iterator[tuple[int, mx.array | None]]:
+        """Feed ids[kept:] chunk by chunk; yields (tokens held, None), last (all, logits [vocab])."""
+        yield from self.feed(ids[kept:], kept, self.prefill_chunk)
+
+    def step(self, token: int) -> mx.array:
+        """Feed one token -> float32 logits [vocab] of what follows."""
+        logits = self._pass([token], head="last")
+        assert logits is not None
+        return logits[0]
+
+    def finish(self) -> dict[str, Any]:
+        """What a result reports about the state it leaves behind."""
+        return {
+            "kv_position": self.position,
+            "kv_backed_token_ids": list(self.pool.live.record.tokens),
+            "reused_prefix_tokens": self.kept,
+            "session_slot_evicted": self.evicted,
+        }
+
+    # --- passes -----------------------------------------------------------------------------------
+
+    def feed(
+        self, ids: Sequence[int], done: int, chunk: int | None
+    ) -> Iterator[tuple[int, mx.array | None]]:
+        """Feed `ids` after the present position in chunks; only the last row's head is computed."""
+        size = chunk or len(ids)
+        for at in range(0, len(ids), size):
+            part = list(ids[at : at + size])
+            last = at + size >= len(ids)
+            logits = self._chunk(part, last)
+            done += len(part)
+            if self.prefix_reuse:
+                self.pool.live.keep_snapshot()
+            yield done, logits[0] if logits is not None else None
+
+    def score(self, ids: Sequence[int], chunk: int | None) -> mx.array:
+        """float32 logits [T, vocab] of every position of `ids` fed after the present position."""
+        size = chunk or len(ids)
+        rows = []
+        for at in range(0, len(ids), size):
+            logits = self._pass(list(ids[at : at + size]), head="all")
+            assert logits is not None
+            rows.append(logits)
+        with self.clock.phase("final_wait"), mx.stream(self.device):
+            scores = mx.concatenate(rows, axis=0)
+            mx.eval(scores)
+        return scores
+
+    def check(self, ids: Any) -> list[int]:
+        """Token ids as a list of ints; refuses none, a foreign type and ids out of range."""
+        tokens = np.asarray(ids)
+        if tokens.size == 0:
+            raise EmptyPromptError("the prompt has no tokens; give at least one")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise TokenIdError(
+                f"token ids must be a flat list of integers; found {type(ids).__name__} "
+                f"of {tokens.dtype} with {tokens.ndim} dimensions"
+            )
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if bad.size:
+            raise TokenIdError(
+                f"token id {tokens[bad[0]]} at position {bad[0]} is outside the vocabulary "
+                f"0..{self.vocab_size - 1}"
+            )
+        return [int(t) for t in tokens]
+
+    def check_room(self, count: int) -> None:
+        """Refuse to feed more than the context holds."""
+        if self.position + count > self.max_context:
+            raise ContextOverflowError(self.position, count, self.max_context)
+
+    def _chunk(self, ids: list[int], last: bool) -> mx.array | None:
+        """One chunk, in one pass or in the slices that the toggles ask for."""
+        rows = len(ids)
+        if self.toggles.batched_gemv_prefill is False:
+            rows = 1
+        elif not self.toggles.prefill_steel:
+            rows = SMALL_SLICE
+        logits = None
+        for at in range(0, len(ids), rows):
+            final = last and at + rows >= len(ids)
+            logits = self._pass(ids[at : at + rows], head="last" if final else "none")
+        return logits
+
+    def _pass(self, ids: list[int], head: str) -> mx.array | None:
+        """One forward pass over `ids`; head "last" -> [1, vocab], "all" -> [L, vocab]."""
+        session, states, clock = self.pool.live, self.states, self.clock
+        if session.record.tainted:
+            raise SessionBrokenError(
+                "the last pass on this session failed, so its cache cannot be continued; call reset()"
+            )
+        self.check_room(len(ids))
+        try:
+            with clock.phase("build"), mx.stream(self.device):
+                states.begin(len(ids), self.toggles.prefill_rows_attention is not False)
+                hidden = self.model(mx.array([ids]), states)
+                logits = None
+                if head != "none":
+                    rows = hidden[:, -1:] if head == "last" else hidden
+                    logits = self.model.head(rows)[0]
+                with clock.phase("final_wait"):
+                    mx.eval([hidden if logits is None else logits, states.arrays()])
+        except BaseException:
+            session.record.taint()
+            raise
+        session.record.record(ids, states.position)
+        states.advance()
+        clock.count("calls", len(ids))
+        clock.count("passes")
+        return logits

@@ -1,0 +1,190 @@
+"""From what was asked to what will run: options are resolved once, here, and read from there.
+
+Knows every rule that depends on the machine, the install and the family together. Does not
+allocate anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from turbospark.cache.specs import CacheSpec
+from turbospark.dtypes import Quant, Raw
+from turbospark.errors import OptionError, UnsupportedError
+from turbospark.families.base import Family
+from turbospark.install.opening import Install
+from turbospark.install.planes import MX_DTYPES
+from turbospark.options import AUTO_PREFILL_CHUNK, ExpertResidency, KvQuant, OpenOptions
+from turbospark.sizing import (
+    Load,
+    auto_context,
+    auto_residency,
+    auto_slots,
+    check_load,
+    physical_memory,
+)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What an open runner really uses; the answer to every "auto"."""
+
+    family: str
+    model_type: str
+    device: str
+    dtype: str
+    weights: str
+    """"packed" as stored, or "expanded" to `dtype` at open."""
+    max_context: int
+    prefill_chunk: int | None
+    """Prompt tokens per pass; None feeds a prompt in one pass."""
+    session_slots: int
+    prefix_reuse: bool
+    expert_residency: str
+    expert_cache_slots: int
+    kv_quant: str
+    kv_quantized_layers: tuple[int, ...]
+    verify: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Field name to value."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<20} {value}" for name, value in self.as_dict().items())
+
+
+def resolve(options: OpenOptions, install: Install, family: Family, model_type: str) -> Resolved:
+    """Choose and refuse; raises OptionError or UnsupportedError naming the option."""
+    refuse_unsupported(options, family)
+    device = resolve_device(options.device)
+    residency, slots = _experts(options, install)
+    chunk = options.prefill_chunk
+    return Resolved(
+        family=family.name,
+        model_type=model_type,
+        device=device,
+        dtype=_dtype(options.dtype, device, install),
+        weights="expanded" if device == "cpu" else "packed",
+        max_context=0 if options.max_context == "auto" else options.max_context,
+        prefill_chunk={"off": None, "auto": AUTO_PREFILL_CHUNK}.get(str(chunk), chunk),  # type: ignore[arg-type]
+        session_slots=options.session_slots,
+        prefix_reuse=options.prefix_reuse,
+        expert_residency=residency,
+        expert_cache_slots=slots,
+        kv_quant=str(options.kv_quant),
+        kv_quantized_layers=(),
+        verify=options.verify,
+    )
+
+
+def resolve_context(
+    resolved: Resolved,
+    options: OpenOptions,
+    install: Install,
+    specs: Sequence[CacheSpec],
+    trained: int | None,
+) -> Resolved:
+    """Settle max_context and hold the plan against the machine's memory. Raises OptionError."""
+    load = Load(
+        physical=physical_memory(),
+        weights=install.resident_bytes,
+        experts=_expert_bytes(resolved, install),
+        specs=tuple(specs),
+        itemsize=MX_DTYPES[resolved.dtype].size,
+        sessions=resolved.session_slots,
+        ring=options.swa_ring_capacity,
+    )
+    if options.max_context != "auto":
+        check_load(load, options.max_context, options.load_guard)
+        return resolved
+    context = auto_context(load, trained, options.load_guard, options.min_auto_context)
+    return replace(resolved, max_context=context)
+
+
+def _expert_bytes(resolved: Resolved, install: Install) -> int:
+    if install.experts is None or resolved.expert_residency == "mapped":
+        return 0
+    if resolved.expert_residency == "resident":
+        return sum(layer.stride * layer.count for layer in install.experts.layers.values())
+    return resolved.expert_cache_slots * install.bytes_per_slot
+
+
+def refuse_unsupported(options: OpenOptions, family: Family) -> None:
+    """Refuse every option whose feature this build or family does not have."""
+    asked = {
+        "kv_quant": options.kv_quant is not KvQuant.OFF,
+        "steering": options.steering is not None,
+        "speculation": any(
+            p.kind == "fixed" for p in (options.speculation.mtp, options.speculation.dflash)
+        ),
+        "vision_sidecar": options.vision_sidecar is not None,
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            value = getattr(options, name)
+            raise UnsupportedError(
+                f"{name}={value} is not supported by this build (family {family.name}); "
+                f"leave {name} at its default"
+            )
+    if options.session_slots > 1 and family.capabilities.session_pool:
+        raise UnsupportedError(
+            f"session_slots={options.session_slots} is not supported by family {family.name}: "
+            f"{family.capabilities.session_pool}; use session_slots=1"
+        )
+
+
+def resolve_device(asked: str) -> str:
+    """ "cpu" or "gpu"; refuses a GPU that MLX does not have."""
+    gpu = mx.is_available(mx.gpu)
+    if asked == "gpu" and not gpu:
+        raise OptionError(
+            "device='gpu' was asked, but this MLX has no GPU back end; use device='cpu', or "
+            "install turbospark[cuda12] or turbospark[cuda13]"
+        )
+    if asked == "auto":
+        return "gpu" if gpu and mx.default_device() == mx.gpu else "cpu"
+    return asked
+
+
+def _dtype(asked: str, device: str, install: Install) -> str:
+    """Activations: float32 on a CPU, else what the install's matrices carry."""
+    if asked != "auto":
+        return asked
+    if device == "cpu":
+        return "float32"
+    weight: dict[str, int] = dict.fromkeys(MX_DTYPES, 0)
+    for name in install.resident.names:
+        entry = install.resident.entry(name)
+        if len(entry.shape) < 2:
+            continue
+        if isinstance(entry.fmt, Quant):
+            weight[entry.fmt.scale_dtype] += entry.size
+        elif isinstance(entry.fmt, Raw):
+            weight[entry.fmt.dtype] += entry.size
+    return "float16" if weight["float16"] > weight["bfloat16"] else "bfloat16"
+
+
+def _experts(options: OpenOptions, install: Install) -> tuple[str, int]:
+    """(residency, slots per layer); a dense model answers what was asked, with 0 slots."""
+    asked = options.expert_residency
+    if install.experts is None:
+        return "streamed" if asked is ExpertResidency.AUTO else str(asked), 0
+    physical, resident = physical_memory(), install.resident_bytes
+    per_slot, count = install.bytes_per_slot, install.arch.num_experts
+    residency = str(asked)
+    if asked is ExpertResidency.AUTO:
+        residency = auto_residency(physical, resident, per_slot, mx.metal.is_available())
+    wanted = options.expert_cache_slots
+    slots = min(auto_slots(physical, resident, per_slot) if wanted == "auto" else wanted, count)
+    if residency == "streamed" and slots < install.arch.top_k_experts:
+        raise OptionError(
+            f"expert_cache_slots={slots} is too few: every token is routed to "
+            f"{install.arch.top_k_experts} of {count} experts; use at least "
+            f"{install.arch.top_k_experts}"
+        )
+    return residency, slots

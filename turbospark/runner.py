@@ -1,0 +1,457 @@
+"""An open model: the public surface of the library.
+
+Knows how the rooms are put together at open, and answers for what is open. Does not know how a
+token is made (`engine`), chosen (`sampling`) or spelled (`text`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import mlx.core as mx
+
+from turbospark.cache.pool import SessionPool
+from turbospark.cache.state import LayerStates
+from turbospark.counters import PhaseClock, PhaseCounters
+from turbospark.engine import Engine
+from turbospark.errors import (
+    RunnerBusyError,
+    RunnerClosedError,
+    TokenizerMissingError,
+)
+from turbospark.experts.base import Activation, ExpertStore
+from turbospark.experts.mapped import MappedExperts
+from turbospark.experts.resident import load_resident
+from turbospark.experts.streamed import StreamedExperts
+from turbospark.families import family_for_wire
+from turbospark.families.base import Family
+from turbospark.families.config import ConfigReader
+from turbospark.generation import Event, GenerationResult, admit, collect, generate_events
+from turbospark.install.arch import ArchConfig
+from turbospark.install.models import resolve as resolve_path
+from turbospark.install.opening import Install
+from turbospark.install.packed import PackedLayout
+from turbospark.install.planes import MX_DTYPES
+from turbospark.layers.weights import Weights
+from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
+from turbospark.resolve import Resolved, resolve, resolve_context
+from turbospark.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes a runner planned (weights, experts, KV) and what MLX holds now, process-wide."""
+
+    weights: int
+    experts: int
+    kv: int
+    active: int
+    peak: int
+    cache: int
+
+    @property
+    def planned(self) -> int:
+        return self.weights + self.experts + self.kv
+
+
+class Runner:
+    """A model ready to generate; made by `Runner.open`.
+
+    Usable from any thread; one generation runs at a time. Other threads wait for their turn,
+    a second generation begun by the same thread while a stream is open is refused.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        options: OpenOptions,
+        resolved: Resolved,
+        family: Family,
+        arch: ArchConfig,
+        engine: Engine,
+        weights_bytes: int,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.path = path
+        self.options = options
+        self.resolved = resolved
+        self.arch = arch
+        self.tokenizer = tokenizer
+        self._family = family
+        self._engine: Engine | None = engine
+        self._weights_bytes = weights_bytes
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @classmethod
+    def open(cls, model: str | Path, options: OpenOptions | None = None) -> Runner:
+        """Open an install by path or by the name of an installed model.
+
+        Everything that can be refused is refused here: raises ModelFormatError and its subclasses
+        for the files, OptionError and UnsupportedError for the options.
+        """
+        options = options or OpenOptions()
+        path = resolve_path(model)
+        install = Install.open(path, expecting=options.expecting, verify=options.verify)
+        try:
+            return cls._build(install, options)
+        finally:
+            install.close()
+
+    @classmethod
+    def _build(cls, install: Install, options: OpenOptions) -> Runner:
+        family = family_for_wire(install.arch.family)
+        values = install.config or family.config_from_arch(install.arch)
+        config = family.read_config(ConfigReader(values, str(install.path / "manifest.json")))
+        resolved = resolve(options, install, family, values["model_type"])
+        device = mx.Device(mx.cpu if resolved.device == "cpu" else mx.gpu)
+        dtype = MX_DTYPES[resolved.dtype]
+        clock = PhaseClock()
+        toggles = LiveToggles(options.toggles, _effective(install, resolved))
+        with mx.stream(device):
+            weights = Weights(
+                install.resident,
+                family.weight_shapes(config),
+                dtype,
+                expand=resolved.weights == "expanded",
+            )
+            store = None
+            if install.experts is not None:
+                store = open_experts(
+                    install.experts,
+                    resolved,
+                    options,
+                    family.expert_activation(config),
+                    toggles,
+                    clock,
+                )
+            model = family.build(config, weights, store)
+            resolved = resolve_context(
+                resolved,
+                options,
+                install,
+                model.cache_specs,
+                values.get("max_position_embeddings"),
+            )
+            pool = SessionPool(
+                resolved.session_slots,
+                lambda: LayerStates(
+                    model.cache_specs, resolved.max_context, dtype, options.swa_ring_capacity
+                ),
+            )
+        engine = Engine(
+            model,
+            store,
+            pool,
+            toggles,
+            device=device,
+            max_context=resolved.max_context,
+            prefill_chunk=resolved.prefill_chunk,
+            prefix_reuse=resolved.prefix_reuse,
+            clock=clock,
+        )
+        tokenizer = Tokenizer.load(install.path)
+        return cls(
+            install.path,
+            options,
+            resolved,
+            family,
+            install.arch,
+            engine,
+            weights.nbytes,
+            tokenizer,
+        )
+
+    # --- token level ------------------------------------------------------------------------------
+
+    def prefill(self, ids: Sequence[int], *, chunk: int | None = None) -> mx.array:
+        """Feed `ids` after the present position -> float32 logits [vocab] of what follows.
+
+        `chunk` overrides the opened `prefill_chunk` for this call. Raises EmptyPromptError,
+        TokenIdError, ContextOverflowError before any compute.
+        """
+        with self._exclusive() as engine:
+            tokens = engine.check(ids)
+            engine.check_room(len(tokens))
+            logits = None
+            for _, logits in engine.feed(tokens, 0, chunk or engine.prefill_chunk):
+                pass
+            assert logits is not None
+            return logits
+
+    def step(self, token: int) -> mx.array:
+        """Feed one token -> float32 logits [vocab] of what follows."""
+        with self._exclusive() as engine:
+            (token,) = engine.check([token])
+            engine.check_room(1)
+            return engine.step(token)
+
+    def score(self, ids: Sequence[int]) -> mx.array:
+        """Teacher-forced float32 logits [T, vocab] of `ids`, from an empty cache."""
+        with self._exclusive() as engine:
+            tokens = engine.check(ids)
+            engine.pool.live.reset()
+            engine.check_room(len(tokens))
+            return engine.score(tokens, engine.prefill_chunk)
+
+    def reset(self) -> None:
+        """Forget every conversation, parked ones too; buffers stay."""
+        with self._exclusive() as engine:
+            engine.pool.clear()
+
+    # --- text level -------------------------------------------------------------------------------
+
+    def generate(
+        self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any
+    ) -> GenerationResult:
+        """Generate from a text, chat messages or token ids, and wait for the whole answer."""
+        return collect(self.stream(prompt, options, **changes))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        options: GenerationOptions | None = None,
+        *,
+        cancel: Callable[[], bool] | None = None,
+        **changes: Any,
+    ) -> Iterator[Event]:
+        """Events of a generation as they happen; closing the iterator cancels it.
+
+        A string is continued as it stands; a list of messages goes through the chat template.
+        `changes` are GenerationOptions fields. Refusals are raised by this call, not by the
+        iterator.
+        """
+        chosen = (options or GenerationOptions()).replace(**changes)
+        engine = self._open_engine()
+        tokens = engine.check(self.encode(prompt))
+        admit(engine, tokens, chosen, self.tokenizer)
+        return self._events(tokens, chosen, cancel)
+
+    def _events(
+        self,
+        tokens: list[int],
+        options: GenerationOptions,
+        cancel: Callable[[], bool] | None,
+    ) -> Iterator[Event]:
+        with self._exclusive() as engine:
+            yield from generate_events(
+                engine, tokens, options, self.tokenizer, self.stop_ids, cancel
+            )
+
+    def encode(self, prompt: Prompt, **template: Any) -> list[int]:
+        """Token ids of a text, of chat messages (through the template), or the ids themselves."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise self._no_tokenizer("a text prompt")
+            return self.tokenizer.encode(prompt)
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            if self.tokenizer is None:
+                raise self._no_tokenizer("chat messages")
+            return self.tokenizer.encode_chat(items, **template)
+        return items
+
+    def _no_tokenizer(self, what: str) -> TokenizerMissingError:
+        return TokenizerMissingError(
+            f"{what} needs a tokenizer, and {self.path} has no tokenizer.json; "
+            "pass token ids, or convert a checkpoint that carries its tokenizer"
+        )
+
+    # --- what is open -----------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Tokens in the live cache."""
+        return self._open_engine().position
+
+    @property
+    def max_context(self) -> int:
+        """Positions the cache was allocated for."""
+        return self.resolved.max_context
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head; may exceed the tokenizer's count."""
+        return self._open_engine().vocab_size
+
+    @property
+    def stop_ids(self) -> Mapping[int, str]:
+        """Token id -> stop reason, for every end token of the model."""
+        return self.tokenizer.stop_ids if self.tokenizer is not None else {}
+
+    @property
+    def buffer_allocations(self) -> int:
+        """Buffers this runner allocated (KV, state, expert slots); flat while decoding."""
+        engine = self._open_engine()
+        kv = sum(s.states.buffers for s in engine.pool.sessions)
+        return kv + (engine.store.buffers if engine.store is not None else 0)
+
+    @property
+    def memory(self) -> MemoryReport:
+        """Planned bytes of this runner, and MLX's live figures for the whole process."""
+        engine = self._open_engine()
+        return MemoryReport(
+            weights=self._weights_bytes,
+            experts=engine.store.nbytes if engine.store is not None else 0,
+            kv=engine.pool.nbytes,
+            active=mx.get_active_memory(),
+            peak=mx.get_peak_memory(),
+            cache=mx.get_cache_memory(),
+        )
+
+    @property
+    def phase_counters(self) -> PhaseCounters:
+        """Cumulative since open; reading never evaluates anything."""
+        return self._open_engine().clock.snapshot()
+
+    @property
+    def expert_cache_slots(self) -> int:
+        """Resolved slots per layer; 0 for a dense model."""
+        return self.resolved.expert_cache_slots
+
+    @property
+    def expert_residency(self) -> str:
+        """Resolved residency, never "auto"."""
+        return self.resolved.expert_residency
+
+    @property
+    def session_slots(self) -> int:
+        """Conversations kept: one live, the rest parked."""
+        return self.resolved.session_slots
+
+    @property
+    def supports_chunked_prefill(self) -> bool:
+        """Whether prompts are fed in chunks."""
+        return self.chunked_prefill_refusal is None
+
+    @property
+    def chunked_prefill_refusal(self) -> str | None:
+        """Why prompts cannot be fed in chunks; None when they can."""
+        return self._family.capabilities.chunked_prefill
+
+    @property
+    def steering_line(self) -> str | None:
+        """One line describing the steering in force; None when off."""
+        return None
+
+    @property
+    def steering_coefficients(self) -> list[list[float | None]] | None:
+        """Per layer and vector, how much of the direction the last row carried; None when off."""
+        return None
+
+    @property
+    def steering_supported(self) -> bool:
+        """Whether this family applies steering at all (not whether it is on)."""
+        return self.steering_unsupported_reason is None
+
+    @property
+    def steering_unsupported_reason(self) -> str | None:
+        """Why steering is refused at open, in the refusal's own words."""
+        return "steering is not supported by this build"
+
+    @property
+    def toggles(self) -> LiveToggles:
+        """The eight switches, assignable; `toggles.has_effect(name)` tells which this model reads."""
+        return self._open_engine().toggles
+
+    @property
+    def prefix_reuse(self) -> bool:
+        """Whether the next prompt may continue from what the cache already holds."""
+        return self._open_engine().prefix_reuse
+
+    @prefix_reuse.setter
+    def prefix_reuse(self, enabled: bool) -> None:
+        self._open_engine().prefix_reuse = bool(enabled)
+
+    # --- lifetime ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release the model's memory; a closed runner refuses every call."""
+        with self._exclusive():
+            self._engine = None
+        mx.clear_cache()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._engine is not None:
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._engine is None else f"position {self._engine.position}"
+        return f"<Runner {self.path.name}: {self.resolved.model_type}, {state}>"
+
+    def _open_engine(self) -> Engine:
+        engine = self._engine
+        if engine is None:
+            raise RunnerClosedError(f"{self.path.name} is closed; open it again")
+        return engine
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[Engine]:
+        """The engine for one caller at a time."""
+        me = threading.get_ident()
+        if not self._lock.acquire(blocking=False):
+            if self._owner == me:
+                raise RunnerBusyError(
+                    "this thread already has a generation open on this runner; "
+                    "exhaust or close the stream first"
+                )
+            self._lock.acquire()
+        self._owner = me
+        try:
+            yield self._open_engine()
+        finally:
+            self._owner = None
+            self._lock.release()
+
+
+def open_experts(
+    layout: PackedLayout,
+    resolved: Resolved,
+    options: OpenOptions,
+    activation: Activation,
+    toggles: LiveToggles,
+    clock: PhaseClock,
+) -> ExpertStore:
+    """The expert store of the resolved residency."""
+    strided = resolved.device == "cpu" or mx.metal.is_available()
+    if resolved.expert_residency == "resident":
+        return load_resident(layout, activation, MX_DTYPES[resolved.dtype], toggles)
+    if resolved.expert_residency == "mapped":
+        return MappedExperts(layout, activation, strided=strided, clock=clock, toggles=toggles)
+    return StreamedExperts(
+        layout,
+        activation,
+        resolved.expert_cache_slots,
+        policy=options.expert_cache_policy,
+        strided=strided,
+        clock=clock,
+        toggles=toggles,
+        lookahead=options.expert_lookahead,
+        verify_reads=options.verify_reads,
+    )
+
+
+def _effective(install: Install, resolved: Resolved) -> set[str]:
+    """Names of the toggles that this model reads."""
+    names = {"batched_gemv_prefill", "prefill_steel", "prefill_rows_attention"}
+    if install.experts is not None:
+        names.add("routed_batch_prefill")
+        if resolved.expert_residency == "streamed":
+            names.add("routed_pipeline")
+    return names
