@@ -16,7 +16,8 @@ import pytest
 
 from turbospark.convert import ggml
 from turbospark.convert.gguf import CompanionOverflow, GGUFSource, read_shards
-from turbospark.convert.gguf_header import read_header
+from turbospark.convert.gguf_header import GGUFHeader, read_header
+from turbospark.convert.source import LocalFiles
 from turbospark.dtypes import Quant
 from turbospark.errors import MissingDependencyError, SourceError, UnsupportedError
 
@@ -57,7 +58,7 @@ def write(path: Path, tensors: dict[str, tuple[str, np.ndarray]], **metadata: An
 
 
 def source(path: Path) -> GGUFSource:
-    return GGUFSource(path, lambda meta, shapes: {}, lambda meta: {})
+    return GGUFSource(LocalFiles(path.parent), path.name, lambda meta, shapes: {}, lambda meta: {})
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -186,7 +187,8 @@ def test_metadata_arrives_as_plain_python_values(tmp_path: Path) -> None:
         "text": ("grüße", kinds.STRING), "ints": ([1, -2, 3], kinds.ARRAY),
         "floats": ([0.5, 2.0], kinds.ARRAY), "texts": (["a", "", "ü"], kinds.ARRAY),
     }  # fmt: skip
-    metadata = read_header(write(tmp_path / "m.gguf", {}, **written)).metadata
+    write(tmp_path / "m.gguf", {}, **written)
+    metadata = read_header(LocalFiles(tmp_path), "m.gguf").metadata
     for key, (value, _) in written.items():
         assert metadata[key] == value and type(metadata[key]) is type(value), key
 
@@ -310,7 +312,7 @@ def test_a_hostile_file_is_refused_with_its_reason(tmp_path: Path, case: str) ->
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
     with pytest.raises((SourceError, UnsupportedError)) as error:
-        read_header(path)
+        read_header(LocalFiles(path.parent), path.name)
     assert message in str(error.value)
     assert "m.gguf" in str(error.value) and "\x1b" not in str(error.value)
 
@@ -326,7 +328,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     for length in range(0, len(whole) - 1, 3):
         path.write_bytes(whole[:length])
         with pytest.raises(SourceError):
-            read_header(path)
+            read_header(LocalFiles(path.parent), path.name)
 
 
 def test_a_file_that_shrinks_after_the_header_was_read_is_reported(tmp_path: Path) -> None:
@@ -335,6 +337,10 @@ def test_a_file_that_shrinks_after_the_header_was_read_is_reported(tmp_path: Pat
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(SourceError, match=r"tensor x: expected .* bytes"):
         opened.read("x")
+
+
+def shards(path: Path) -> GGUFHeader:
+    return read_shards(LocalFiles(path.parent), path.name)
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -367,23 +373,23 @@ def test_a_split_model_opens_from_any_of_its_shards(tmp_path: Path) -> None:
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     paths = split(tmp_path, ["a"], ["b"])
     paths[1].unlink()
-    with pytest.raises(SourceError, match=r"missing shards: m-00002-of-00002\.gguf"):
-        read_shards(paths[0])
+    with pytest.raises(SourceError, match=r"missing GGUF files: m-00002-of-00002\.gguf"):
+        shards(paths[0])
 
 
 def test_a_tensor_in_two_gguf_shards_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="tensor a is in both m-00001"):
-        read_shards(split(tmp_path, ["a"], ["a"])[0])
+        shards(split(tmp_path, ["a"], ["a"])[0])
 
 
 def test_shards_that_lack_tensors_are_refused(tmp_path: Path) -> None:
     paths = split(tmp_path, ["a"], ["b"])
     write(paths[1], {})
     with pytest.raises(SourceError, match="the shards hold 1 tensors; expected 2"):
-        read_shards(paths[0])
+        shards(paths[0])
 
 
 def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
     path = split(tmp_path, ["a"], ["b"])[0].rename(tmp_path / "model.gguf")
-    with pytest.raises(SourceError, match=r"model\.gguf: one of 2 shards"):
-        read_shards(path)
+    with pytest.raises(SourceError, match=r"model\.gguf: split.count is 2"):
+        shards(path)

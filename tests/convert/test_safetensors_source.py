@@ -18,10 +18,11 @@ from safetensors.numpy import save_file
 from turbospark.convert.safetensors import (
     INDEX,
     SafetensorsSource,
-    check_config,
-    read_folder,
+    read_config,
+    read_entries,
     read_header,
 )
+from turbospark.convert.source import LocalFiles
 from turbospark.dtypes import MXFP4, Quant, Raw
 from turbospark.errors import SourceError, UnsupportedError
 
@@ -47,7 +48,7 @@ def folder(path: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
 
 
 def source(path: Path) -> SafetensorsSource:
-    return SafetensorsSource(path, check_config(path / "config.json"))
+    return SafetensorsSource(LocalFiles(path), read_config(LocalFiles(path)))
 
 
 # --- good files -----------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def test_a_broken_header_is_refused(tmp_path: Path, case: str) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(data)
     with pytest.raises(SourceError, match=r"m\.safetensors") as error:
-        read_header(path)
+        read_header(LocalFiles(path.parent), path.name)
     assert message in str(error.value)
 
 
@@ -141,7 +142,7 @@ def test_a_lying_entry_is_refused_by_name(tmp_path: Path, case: str) -> None:
     entry, message = BAD_ENTRIES[case]
     path = write_raw(tmp_path / "m.safetensors", {"x": entry}, bytes(4))
     with pytest.raises(SourceError) as error:
-        read_header(path)
+        read_header(LocalFiles(path.parent), path.name)
     assert message in str(error.value)
     assert "x" in str(error.value)
 
@@ -152,14 +153,14 @@ def test_truncation_and_trailing_bytes_name_both_sizes(tmp_path: Path) -> None:
     for data in (whole[:-3], whole + b"xy"):
         path.write_bytes(data)
         with pytest.raises(SourceError, match=f"expected {len(whole)} bytes, found {len(data)}"):
-            read_header(path)
+            read_header(LocalFiles(path.parent), path.name)
 
 
 def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     header = {"x": tensor("F32", [2], 0, 8), "y": tensor("F32", [2], 4, 12)}
     path = write_raw(tmp_path / "m.safetensors", header, bytes(12))
     with pytest.raises(SourceError, match=r"tensor y at byte .* overlaps tensor x"):
-        read_header(path)
+        read_header(LocalFiles(path.parent), path.name)
 
 
 def test_a_name_that_appears_twice_is_refused(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_name_that_appears_twice_is_refused(tmp_path: Path) -> None:
         tmp_path / "m.safetensors", b'{"x":' + entry + b',"x":' + entry + b"}", bytes(4)
     )
     with pytest.raises(SourceError, match="duplicate key 'x'"):
-        read_header(path)
+        read_header(LocalFiles(path.parent), path.name)
 
 
 def test_a_file_that_shrinks_after_the_header_was_read_is_reported(tmp_path: Path) -> None:
@@ -194,57 +195,57 @@ ONE = np.ones(4, np.float32)
 
 def test_tensors_are_found_over_all_shards(tmp_path: Path) -> None:
     names = {"x": "a.safetensors", "y": "b.safetensors"}
-    entries = read_folder(shards(tmp_path, names, a={"x": ONE}, b={"y": ONE}))
+    entries = read_entries(LocalFiles(shards(tmp_path, names, a={"x": ONE}, b={"y": ONE})))
     assert {name: e.file.name for name, e in entries.items()} == names
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     names = {"x": "a.safetensors", "y": "b.safetensors"}
     with pytest.raises(SourceError, match=r"missing shards: b\.safetensors"):
-        read_folder(shards(tmp_path, names, a={"x": ONE}))
+        read_entries(LocalFiles(shards(tmp_path, names, a={"x": ONE})))
 
 
 def test_a_tensor_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
     names = {"x": "a.safetensors", "y": "a.safetensors"}
     with pytest.raises(SourceError, match=r"tensor y is not in a\.safetensors"):
-        read_folder(shards(tmp_path, names, a={"x": ONE}))
+        read_entries(LocalFiles(shards(tmp_path, names, a={"x": ONE})))
 
 
 def test_a_tensor_in_another_shard_than_the_index_says_is_named(tmp_path: Path) -> None:
     names = {"x": "b.safetensors", "y": "b.safetensors", "z": "a.safetensors"}
     with pytest.raises(SourceError, match=r"tensor x is not in b\.safetensors"):
-        read_folder(shards(tmp_path, names, a={"x": ONE, "z": ONE}, b={"y": ONE}))
+        read_entries(LocalFiles(shards(tmp_path, names, a={"x": ONE, "z": ONE}, b={"y": ONE})))
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     names = {"x": "a.safetensors", "y": "b.safetensors"}
     with pytest.raises(SourceError, match=r"tensor x is in both a\.safetensors and b\.safetensors"):
-        read_folder(shards(tmp_path, names, a={"x": ONE}, b={"x": ONE, "y": ONE}))
+        read_entries(LocalFiles(shards(tmp_path, names, a={"x": ONE}, b={"x": ONE, "y": ONE})))
 
 
 @pytest.mark.parametrize("shard", ["../a.safetensors", "/etc/passwd", "a.bin", ""])
 def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path, shard: str) -> None:
     with pytest.raises(SourceError, match="is not the name of a safetensors file"):
-        read_folder(shards(tmp_path, {"x": shard}, a={"x": ONE}))
+        read_entries(LocalFiles(shards(tmp_path, {"x": shard}, a={"x": ONE})))
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {"x": 3}, "a.safetensors"])
 def test_a_malformed_index_is_refused(tmp_path: Path, weight_map: Any) -> None:
     with pytest.raises(SourceError, match="weight_map is not an object of file names"):
-        read_folder(shards(tmp_path, weight_map, a={"x": ONE}))
+        read_entries(LocalFiles(shards(tmp_path, weight_map, a={"x": ONE})))
 
 
 def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
     for name in "ab":
         save_file({name: ONE}, tmp_path / f"{name}.safetensors")
     with pytest.raises(SourceError, match=f"a.safetensors, b.safetensors.*without {INDEX}"):
-        read_folder(tmp_path)
+        read_entries(LocalFiles(tmp_path))
 
 
 def test_a_pytorch_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(SourceError, match=r"only PyTorch weights \(pytorch_model\.bin\)"):
-        read_folder(tmp_path)
+        read_entries(LocalFiles(tmp_path))
 
 
 # --- MLX quantization -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from turbospark.convert.ggml import CODECS, Codec, load_decoder, type_name
 from turbospark.convert.gguf_header import GGUFHeader, GGUFTensor, read_header
-from turbospark.convert.source import SourceTensor, listed, read_into
+from turbospark.convert.source import Files, SourceTensor, listed, read_into
 from turbospark.dtypes import Quant, Raw
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.install.planes import Planes, empty_planes, host_view
@@ -45,12 +46,13 @@ class GGUFSource:
 
     def __init__(
         self,
-        path: Path,
+        files: Files,
+        name: str,
         configure: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], dict[str, Any]],
         sidecars: Callable[[Mapping[str, Any]], dict[str, bytes]],
     ) -> None:
-        self.path = path
-        header = read_shards(path)
+        self.path = files.where / name
+        header = read_shards(files, name)
         self.metadata, self._table = header.metadata, header.tensors
         check_types(self._table)
         self._wide: set[str] = set()
@@ -58,7 +60,12 @@ class GGUFSource:
         decoded = any(CODECS[t.type].needs_package for t in self._table.values())
         self._decode = load_decoder() if decoded else None
         self.config = configure(self.metadata, {n: t.shape for n, t in self._table.items()})
-        self.sidecars = sidecars(self.metadata)
+        self._make_sidecars = sidecars
+
+    @cached_property
+    def sidecars(self) -> dict[str, bytes]:
+        """See `TensorSource`."""
+        return self._make_sidecars(self.metadata)
 
     @property
     def tensors(self) -> dict[str, SourceTensor]:
@@ -174,36 +181,38 @@ def check_types(table: Mapping[str, GGUFTensor]) -> None:
         )
 
 
-def read_shards(path: Path) -> GGUFHeader:
+def shard_names(name: str) -> list[str]:
+    """The names of all shards of a split model, or just `name`."""
+    match = _SHARD.match(name)
+    if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
+        return [name]
+    count = match["count"]
+    return [f"{match['stem']}-{i + 1:05d}-of-{count}.gguf" for i in range(int(count))]
+
+
+def read_shards(files: Files, name: str) -> GGUFHeader:
     """The header of a GGUF file, joined over all shards when it is one of a split model."""
-    match = _SHARD.match(path.name)
-    if match is None:
-        header = read_header(path)
-        if header.metadata.get("split.count", 1) not in (0, 1):
-            raise SourceError(
-                f"{path.name}: one of {header.metadata['split.count']} shards; expected a name "
-                "like model-00001-of-00003.gguf with the others beside it"
-            )
-        return header
-    paths = [
-        path.with_name(f"{match['stem']}-{i + 1:05d}-of-{match['count']}.gguf")
-        for i in range(int(match["count"]))
-    ]
-    missing = [p.name for p in paths if not p.is_file()]
-    if missing or path not in paths:
-        raise SourceError(f"{path}: missing shards: {listed(missing or ['all'])}")
-    headers = [read_header(p) for p in paths]
+    names = shard_names(name)
+    present = set(files.names())
+    missing = [n for n in names if n not in present]
+    if missing:
+        raise SourceError(f"{files.where}: missing GGUF files: {listed(missing)}")
+    headers = [read_header(files, n) for n in names]
+    count = headers[0].metadata.get("split.count", len(names))
+    if count != len(names) and (count, len(names)) != (0, 1):
+        raise SourceError(
+            f"{name}: split.count is {count}; expected that many files named like "
+            f"model-00001-of-00003.gguf, found {len(names)}"
+        )
     tensors: dict[str, GGUFTensor] = {}
-    for shard, header in zip(paths, headers, strict=True):
-        for name, tensor in header.tensors.items():
-            if name in tensors:
-                raise SourceError(
-                    f"tensor {name} is in both {tensors[name].file.name} and {shard.name}"
-                )
-            tensors[name] = tensor
+    for shard, header in zip(names, headers, strict=True):
+        for key, tensor in header.tensors.items():
+            if key in tensors:
+                raise SourceError(f"tensor {key} is in both {tensors[key].file.name} and {shard}")
+            tensors[key] = tensor
     expected = headers[0].metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise SourceError(
-            f"{paths[0].name}: the shards hold {len(tensors)} tensors; expected {expected}"
+            f"{names[0]}: the shards hold {len(tensors)} tensors; expected {expected}"
         )
     return GGUFHeader(headers[0].metadata, tensors)

@@ -7,7 +7,6 @@ what blocks hold.
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from turbospark.convert.ggml import CODECS, type_name
+from turbospark.convert.source import Files
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.install.files import printable
 
@@ -56,25 +56,23 @@ class GGUFHeader:
     tensors: dict[str, GGUFTensor]
 
 
-def read_header(path: Path) -> GGUFHeader:
+def read_header(files: Files, name: str) -> GGUFHeader:
     """The checked header of one GGUF file.
 
     Raises SourceError for anything truncated, lying about its sizes, duplicated or misplaced,
     UnsupportedError for a version or byte order that is not read.
     """
-    try:
-        with path.open("rb") as file:
-            return _Reader(path, file).header()
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
+    file, size = files.open(name)
+    with file:
+        return _Reader(files.where / name, file, size).header()
 
 
 class _Reader:
     """A cursor that never reads or allocates past the end of the file."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file = path, file
-        self.size = os.fstat(file.fileno()).st_size
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self.path, self.file, self.size = path, file, size
+        self.at = 0
         self.elements = 0
 
     def header(self) -> GGUFHeader:
@@ -89,7 +87,7 @@ class _Reader:
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self.bad(f"general.alignment = {alignment!r}; expected a power of two")
-        start = -(-self.file.tell() // alignment) * alignment
+        start = -(-self.at // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
         for name, kind, shape, offset in table:
             if name in tensors:
@@ -113,7 +111,7 @@ class _Reader:
                 "supported: 2 and 3, little-endian"
             )
         tensors, keys = struct.unpack("<QQ", self.take(16, "the counts"))
-        left = self.size - self.file.tell()
+        left = self.size - self.at
         if tensors * 24 > left or keys * 13 > left:  # the least that a row of each takes
             raise self.bad(f"claims {tensors} tensors and {keys} metadata keys in {left} bytes")
         return tensors, keys
@@ -124,9 +122,10 @@ class _Reader:
         return SourceError(f"{self.path.name}: {printable(text)}")
 
     def take(self, count: int, what: str) -> bytes:
-        at = self.file.tell()
-        if count > self.size - at:
-            raise self.bad(f"truncated: {what} needs {count} bytes at {at}, found {self.size - at}")
+        left = self.size - self.at
+        if count > left:
+            raise self.bad(f"truncated: {what} needs {count} bytes at {self.at}, found {left}")
+        self.at += count
         return self.file.read(count)
 
     def u32(self, what: str) -> int:

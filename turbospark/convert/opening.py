@@ -13,8 +13,8 @@ from typing import Any
 
 from turbospark.convert.gguf import GGUFSource
 from turbospark.convert.plan import Pieces, Plan, make_plan
-from turbospark.convert.safetensors import SafetensorsSource, check_config
-from turbospark.convert.source import TensorSource
+from turbospark.convert.safetensors import SafetensorsSource, read_config
+from turbospark.convert.source import Files, LocalFiles, TensorSource
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.families import family_for_gguf, family_for_model_type
 from turbospark.families.base import Family
@@ -30,7 +30,7 @@ class Checkpoint:
     source: TensorSource
     family: Family
     pieces: Pieces
-    config: Any = None
+    config: Any
     plan: Plan = field(default_factory=Plan)
 
     def make_plan(self) -> None:
@@ -49,28 +49,35 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises SourceError, UnsupportedError, UnsupportedArchitectureError, MissingDependencyError.
     """
-    checkpoint = _open(path)
-    source = checkpoint.source
-    try:
-        where = "GGUF metadata" if source.kind == "gguf" else "config.json"
-        checkpoint.config = checkpoint.family.read_config(ConfigReader(source.config, where))
-        checkpoint.make_plan()
-    except BaseException:
-        source.close()
-        raise
-    return checkpoint
-
-
-def _open(path: Path) -> Checkpoint:
     if path.is_file() and path.suffix == ".gguf":
-        source = GGUFSource(path, gguf_config, tokenizer_files)
-        family = family_for_gguf(source.metadata["general.architecture"])
-        return Checkpoint(source, family, _gguf_pieces(family))
+        return open_gguf(LocalFiles(path.parent), path.name)
     if path.is_dir() and (path / "config.json").is_file():
-        config = check_config(path / "config.json")
-        family = family_for_model_type(str(config.get("model_type")))
-        return Checkpoint(SafetensorsSource(path, config), family, family.pieces)
+        return open_folder(LocalFiles(path))
     raise SourceError(f"{path}: {_found(path)}; expected {ACCEPTED}")
+
+
+def open_folder(files: Files) -> Checkpoint:
+    """Open and plan a checkpoint with config.json and safetensors."""
+    config = read_config(files)
+    family = family_for_model_type(str(config.get("model_type")))
+    family_config = family.read_config(ConfigReader(config, "config.json"))
+    source = SafetensorsSource(files, config)
+    return _planned(Checkpoint(source, family, family.pieces, family_config))
+
+
+def open_gguf(files: Files, name: str) -> Checkpoint:
+    """Open and plan a GGUF file, or the split model it belongs to."""
+    source = GGUFSource(files, name, gguf_config, tokenizer_files)
+    family = family_for_gguf(source.metadata["general.architecture"])
+    if family.gguf_pieces is None:
+        raise UnsupportedError(f"family {family.name} does not read GGUF files")
+    family_config = family.read_config(ConfigReader(source.config, "GGUF metadata"))
+    return _planned(Checkpoint(source, family, family.gguf_pieces, family_config))
+
+
+def _planned(checkpoint: Checkpoint) -> Checkpoint:
+    checkpoint.make_plan()  # no file is open yet, so that nothing is to be closed when it raises
+    return checkpoint
 
 
 def gguf_config(
@@ -89,12 +96,6 @@ def gguf_config(
         raise SourceError(
             f"GGUF metadata of architecture {architecture} has a value of the wrong kind: {error}"
         ) from error
-
-
-def _gguf_pieces(family: Family) -> Pieces:
-    if family.gguf_pieces is None:
-        raise UnsupportedError(f"family {family.name} does not read GGUF files")
-    return family.gguf_pieces
 
 
 _TOKENIZER_LISTS: dict[str, Any] = {

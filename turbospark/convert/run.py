@@ -142,9 +142,10 @@ def _extension(
     """Our own section of the manifest; see docs of the format for its keys."""
     source = checkpoint.source
     histogram = Counter(str(fmt) for fmt in formats.values())
+    in_repo = origin.repo_id is not None and source.kind != "gguf"
     described: dict[str, Any] = {
         "kind": source.kind,
-        "name": source.path.name,
+        "name": origin.repo_id if in_repo else source.path.name,
         "bytes": sum(t.nbytes for t in source.tensors.values()),
     }
     if origin.repo_id is not None:

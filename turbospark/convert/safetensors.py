@@ -11,12 +11,14 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from turbospark.convert.mlx_quant import QuantConfig, check_method
 from turbospark.convert.source import (
     MAX_SIDECAR_BYTES,
+    Files,
     SourceTensor,
     listed,
     parse_json,
@@ -64,30 +66,27 @@ class Entry:
     nbytes: int
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(files: Files, name: str) -> dict[str, Entry]:
     """The entries of one safetensors file, everything checked before a weight is read.
 
     Raises SourceError for a header too large, not JSON, with duplicate names, unknown dtypes,
     sizes that contradict shapes, gaps, overlaps, or data missing or left over at the end.
     """
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise SourceError(f"{path.name}: {size} bytes; expected at least 8")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > MAX_HEADER_BYTES or length > size - 8:
-                raise SourceError(
-                    f"{path.name}: header of {length} bytes in a file of {size}; "
-                    f"expected at most {min(MAX_HEADER_BYTES, size - 8)}"
-                )
-            header = file.read(length)
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
-    fields = parse_json(header, f"{path.name}: header")
+    file, size = files.open(name)
+    with file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise SourceError(f"{name}: {size} bytes; expected at least 8")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > MAX_HEADER_BYTES or length > size - 8:
+            raise SourceError(
+                f"{name}: header of {length} bytes in a file of {size}; "
+                f"expected at most {min(MAX_HEADER_BYTES, size - 8)}"
+            )
+        fields = parse_json(file.read(length), f"{name}: header")
+    path = files.where / name
     fields.pop("__metadata__", None)
-    entries = {name: _entry(path, name, field, 8 + length) for name, field in fields.items()}
+    entries = {key: _entry(path, key, field, 8 + length) for key, field in fields.items()}
     _check_coverage(path, entries, 8 + length, size)
     return entries
 
@@ -131,47 +130,53 @@ def _check_coverage(path: Path, entries: Mapping[str, Entry], start: int, size: 
 # --- shards ---------------------------------------------------------------------------------------
 
 
-def read_folder(folder: Path) -> dict[str, Entry]:
-    """The entries of every shard of a checkpoint folder."""
-    index = folder / INDEX
-    if index.is_file():
-        return _read_shards(folder, index)
-    files = sorted(p for p in folder.glob("*.safetensors") if p.is_file())
-    whole = folder / "model.safetensors"
-    if whole in files or len(files) == 1:
-        return read_header(whole if whole in files else files[0])
-    if files:
+def weight_files(files: Files) -> tuple[list[str], dict[str, str] | None]:
+    """The safetensors files of a checkpoint, and which tensor the index puts where."""
+    names = files.names()
+    if INDEX in names:
+        places = _read_index(files)
+        shards = sorted(set(places.values()))
+        missing = [s for s in shards if s not in names]
+        if missing:
+            raise SourceError(f"{files.where}: {INDEX} names missing shards: {listed(missing)}")
+        return shards, places
+    found = [n for n in names if n.endswith(".safetensors")]
+    if "model.safetensors" in found or len(found) == 1:
+        return ["model.safetensors" if "model.safetensors" in found else found[0]], None
+    if found:
         raise SourceError(
-            f"{folder}: {len(files)} safetensors files ({listed(p.name for p in files)}) "
+            f"{files.where}: {len(found)} safetensors files ({listed(found)}) "
             f"without {INDEX} to say which tensor is where"
         )
-    other = sorted(p.name for p in folder.glob("*.bin"))
+    other = [n for n in names if n.endswith((".bin", ".pth", ".pt"))]
     if other:
         raise SourceError(
-            f"{folder}: only PyTorch weights ({listed(other)}); expected safetensors: "
-            "save the model with safe_serialization, or pull a safetensors revision"
+            f"{files.where}: only PyTorch weights ({listed(other)}); expected safetensors: "
+            "save the model with safe_serialization, or use a revision that has them"
         )
-    raise SourceError(f"{folder}: no safetensors file beside config.json")
+    raise SourceError(f"{files.where}: no safetensors file beside config.json")
 
 
-def _read_shards(folder: Path, index: Path) -> dict[str, Entry]:
-    places = read_json(index).get("weight_map")
+def _read_index(files: Files) -> dict[str, str]:
+    places = read_json(files, INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
         raise SourceError(f"{INDEX}: weight_map is not an object of file names")
-    shards = sorted(set(places.values()))
-    for shard in shards:
+    for shard in places.values():
         if shard != Path(shard).name or not shard.endswith(".safetensors"):
             raise SourceError(f"{INDEX}: {shard!r} is not the name of a safetensors file")
-    missing = [s for s in shards if not (folder / s).is_file()]
-    if missing:
-        raise SourceError(f"{folder}: {INDEX} names missing shards: {listed(missing)}")
+    return places
+
+
+def read_entries(files: Files) -> dict[str, Entry]:
+    """The entries of every shard of a checkpoint."""
+    shards, places = weight_files(files)
     entries: dict[str, Entry] = {}
     for shard in shards:
-        for name, entry in read_header(folder / shard).items():
+        for name, entry in read_header(files, shard).items():
             if name in entries:
                 raise SourceError(f"tensor {name} is in both {entries[name].file.name} and {shard}")
             entries[name] = entry
-    for name, shard in places.items():
+    for name, shard in (places or {}).items():
         if name not in entries or entries[name].file.name != shard:
             raise SourceError(f"{INDEX}: tensor {name} is not in {shard}, where the index puts it")
     return entries
@@ -236,9 +241,9 @@ def _mxfp4_shape(base: str, blocks: Entry, scales: Entry) -> tuple[int, ...]:
 # --- the source -----------------------------------------------------------------------------------
 
 
-def check_config(path: Path) -> dict[str, Any]:
+def read_config(files: Files) -> dict[str, Any]:
     """The normalised config.json, refused when its tensors are quantized in a way not read."""
-    config = normalize_config(read_json(path))
+    config = normalize_config(read_json(files, "config.json"))
     check_method(config)
     return config
 
@@ -246,19 +251,21 @@ def check_config(path: Path) -> dict[str, Any]:
 class SafetensorsSource:
     """A checkpoint folder with its checked configuration; see `TensorSource`."""
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        self.path = folder
+    def __init__(self, files: Files, config: dict[str, Any]) -> None:
+        self.path = files.where
         self.config = config
-        self._folded = fold(read_folder(folder), self.config)
+        self._folded = fold(read_entries(files), config)
         self.tensors = {name: folded.tensor for name, folded in self._folded.items()}
         packed = any(f.entries[0].dtype == "U32" for f in self._folded.values())
         self.kind = "mlx" if packed else "huggingface"
-        self.sidecars = {
-            name: read_small(folder / name, MAX_SIDECAR_BYTES)
-            for name in SIDECARS
-            if (folder / name).is_file()
-        }
-        self._files: dict[Path, int] = {}
+        self._files = files
+        self._open: dict[Path, int] = {}
+
+    @cached_property
+    def sidecars(self) -> dict[str, bytes]:
+        """See `TensorSource`."""
+        names = [n for n in self._files.names() if n in SIDECARS]
+        return {name: read_small(self._files, name, MAX_SIDECAR_BYTES) for name in names}
 
     def read(self, name: str, expert: int | None = None, rows: slice | None = None) -> Planes:
         """Evaluated planes of tensor `name`; see `TensorSource.read`. `rows` has no step."""
@@ -282,15 +289,15 @@ class SafetensorsSource:
         return planes
 
     def _fd(self, file: Path) -> int:
-        if file not in self._files:
+        if file not in self._open:
             try:
-                self._files[file] = os.open(file, os.O_RDONLY)
+                self._open[file] = os.open(file, os.O_RDONLY)
             except OSError as error:
                 raise SourceError(f"{file}: cannot be opened: {error.strerror}") from error
-        return self._files[file]
+        return self._open[file]
 
     def close(self) -> None:
         """Close the shards."""
-        for fd in self._files.values():
+        for fd in self._open.values():
             os.close(fd)
-        self._files.clear()
+        self._open.clear()

@@ -6,15 +6,16 @@ leading axis or by rows. Does not know any file format or family.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
 from turbospark.dtypes import Format
-from turbospark.errors import IndexCorruptError, MissingFileError, ReadError, SourceError
+from turbospark.errors import IndexCorruptError, ReadError, SourceError
 from turbospark.install import files
 from turbospark.install.files import read_exactly
 from turbospark.install.planes import Planes
@@ -46,7 +47,10 @@ class TensorSource(Protocol):
     kind: str
     path: Path
     config: dict[str, Any]
-    sidecars: dict[str, bytes]
+
+    @property
+    def sidecars(self) -> dict[str, bytes]:
+        """Tokenizer and generation files by name, read when first asked for."""
 
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
@@ -78,17 +82,49 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
         raise SourceError(str(error)) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+class Files(Protocol):
+    """The files of one checkpoint: a local folder, or a repository seen before its download."""
+
+    where: Path
+
+    def names(self) -> list[str]:
+        """Plain names of the files at the top level, sorted."""
+
+    def open(self, name: str) -> tuple[BinaryIO, int]:
+        """A buffered stream from the start of a file, and the file's size. Raises SourceError."""
+
+
+class LocalFiles:
+    """The files of a folder; see `Files`."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+
+    def names(self) -> list[str]:
+        """Plain names of the regular files, sorted."""
+        return sorted(p.name for p in self.where.iterdir() if p.is_file())
+
+    def open(self, name: str) -> tuple[BinaryIO, int]:
+        """A file of the folder and its size. Raises SourceError."""
+        try:
+            file = (self.where / name).open("rb")
+            return file, os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise SourceError(f"{self.where / name}: cannot be read: {error.strerror}") from error
+
+
+def read_small(where: Files, name: str, limit: int) -> bytes:
+    """The whole of a file of at most `limit` bytes."""
+    file, size = where.open(name)
+    with file:
+        if size > limit:
+            raise SourceError(f"{name}: {size} bytes; expected at most {limit}")
+        return file.read(size)
+
+
+def read_json(where: Files, name: str) -> dict[str, Any]:
     """The JSON object in a small file."""
-    return parse_json(read_small(path, MAX_JSON_BYTES), path.name)
-
-
-def read_small(path: Path, limit: int) -> bytes:
-    """The whole of a regular file of at most `limit` bytes."""
-    try:
-        return files.read_capped(path, limit)
-    except (IndexCorruptError, MissingFileError, ReadError) as error:
-        raise SourceError(str(error)) from error
+    return parse_json(read_small(where, name, MAX_JSON_BYTES), name)
 
 
 def listed(names: Iterable[str]) -> str:
