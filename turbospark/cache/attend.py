@@ -6,6 +6,7 @@ Knows masks and the one-call or row-by-row choice. Does not know where keys came
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,13 +17,17 @@ class Step:
     """One forward pass over `rows` new positions beginning at absolute position `start`.
 
     With `rows_attention` all query rows attend in one call; without it one call per row.
-    `masks` memoises what layers of one kind share within the pass.
+    With `tape` recurrent layers keep what they need to be cut back to some of the rows.
+    `masks` memoises what layers of one kind share within the pass; `replays` keeps what a cache
+    overwrote in it and a later layer still reads.
     """
 
     start: int
     rows: int
     rows_attention: bool = True
+    tape: bool = False
     masks: dict[tuple[int, ...], mx.array] = field(default_factory=dict)
+    replays: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def end(self) -> int:

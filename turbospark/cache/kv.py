@@ -7,6 +7,8 @@ assignment to a buffer with two handles copies all of it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
 from turbospark.cache.attend import Step, causal_attention, masked_attention, ring_mask
@@ -65,12 +67,77 @@ class LinearKV:
         )
 
 
+@dataclass(frozen=True)
+class _Ring:
+    """Buffers in which position p lives in row p % capacity, written and read as one."""
+
+    keys: mx.array
+    values: mx.array
+    window: int
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    def alias(self) -> _Ring:
+        """The present content under handles of its own: later writes to either copy first."""
+        return _Ring(self.keys[:], self.values[:], self.window)
+
+    def write(self, k: mx.array, v: mx.array, start: int) -> None:
+        """Store rows k, v [1, KV, L, D] of positions from `start` on."""
+        rows, slot = k.shape[2], start % self.capacity
+        head = min(rows, self.capacity - slot)
+        self.keys[:, :, slot : slot + head] = k[:, :, :head]
+        self.values[:, :, slot : slot + head] = v[:, :, :head]
+        if head < rows:
+            self.keys[:, :, : rows - head] = k[:, :, head:]
+            self.values[:, :, : rows - head] = v[:, :, head:]
+
+    def read(
+        self, q: mx.array, step: Step, start: int, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend q [1, H, L, D] of positions from `start` on, the newest ones stored."""
+        rows = q.shape[2]
+        end = start + rows
+        length = min(end, self.capacity)
+        keys, values = self.keys[:, :, :length], self.values[:, :, :length]
+        if end <= self.window:
+            return causal_attention(q, keys, values, scale, sinks, step.rows_attention)
+        name = (start, rows, self.window, self.capacity)
+        if name not in step.masks:
+            step.masks[name] = mx.array(ring_mask(start, rows, self.window, self.capacity))
+        return masked_attention(
+            q, keys, values, step.masks[name], scale, sinks, step.rows_attention
+        )
+
+    def turn(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        step: Step,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Write and attend a pass in blocks, so that no row overwrites a key still needed."""
+        block = self.capacity - self.window + 1
+        outputs = []
+        for at in range(0, step.rows, block):
+            part = slice(at, at + block)
+            self.write(k[:, :, part], v[:, :, part], step.start + at)
+            outputs.append(self.read(q[:, :, part], step, step.start + at, scale, sinks))
+        return mx.concatenate(outputs, axis=2)
+
+
 class RingKV:
     """The newest `capacity` positions; position p lives in row p % capacity.
 
     A pass that turns the ring and has more rows than `capacity - window + 1` is taken in blocks of
     that many, so that no row overwrites a key that an earlier row of its block still needs. Keys
     are always read in slot order, which makes every chunking of a prompt sum in the same order.
+
+    With `shared`, other layers read the pass after this one wrote it. What a blockwise pass
+    overwrote is then kept until the pass ends: the ring as it was and the rows that came.
     """
 
     def __init__(self, spec: RingSpec, capacity: int, dtype: mx.Dtype) -> None:
@@ -81,12 +148,16 @@ class RingKV:
             )
         self.window = spec.window
         self.capacity = capacity
-        self.keys = mx.zeros((1, spec.kv_heads, capacity, spec.key_dim), dtype=dtype)
-        self.values = mx.zeros((1, spec.kv_heads, capacity, spec.value_dim), dtype=dtype)
+        self.shared = False
+        self.ring = _Ring(
+            mx.zeros((1, spec.kv_heads, capacity, spec.key_dim), dtype=dtype),
+            mx.zeros((1, spec.kv_heads, capacity, spec.value_dim), dtype=dtype),
+            spec.window,
+        )
 
     def arrays(self) -> list[mx.array]:
         """The buffers, to be evaluated or counted; callers must not keep them."""
-        return [self.keys, self.values]
+        return [self.ring.keys, self.ring.values]
 
     def rewind_refusal(self, position: int, to: int) -> str | None:
         """Why the ring cannot go back from `position` to `to`; None when it can."""
@@ -114,51 +185,21 @@ class RingKV:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Write rows k, v [1, KV, L, D] and attend q [1, H, L, D] within the window."""
-        block = self.capacity - self.window + 1
-        if step.rows <= block or step.end <= self.capacity:
-            self._write(k, v, step.start)
-            return self._read(q, step, step.start, step.rows, scale, sinks)
-        outputs = []
-        for at in range(0, step.rows, block):
-            part = slice(at, min(at + block, step.rows))
-            start = step.start + at
-            self._write(k[:, :, part], v[:, :, part], start)
-            rows = part.stop - at
-            outputs.append(self._read(q[:, :, part], step, start, rows, scale, sinks))
-        return mx.concatenate(outputs, axis=2)
+        if self._in_one(step):
+            self.ring.write(k, v, step.start)
+            return self.ring.read(q, step, step.start, scale, sinks)
+        if self.shared:
+            step.replays[self] = (self.ring.alias(), k, v)
+        return self.ring.turn(q, k, v, step, scale, sinks)
 
     def read(
         self, q: mx.array, step: Step, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
-        """Attend q over rows already written; only for steps that fit one block."""
-        return self._read(q, step, step.start, step.rows, scale, sinks)
+        """Attend q over what `attend` wrote in this pass and before, within the window."""
+        if self._in_one(step):
+            return self.ring.read(q, step, step.start, scale, sinks)
+        before, k, v = step.replays[self]
+        return before.alias().turn(q, k, v, step, scale, sinks)
 
-    def _write(self, k: mx.array, v: mx.array, start: int) -> None:
-        rows, slot = k.shape[2], start % self.capacity
-        head = min(rows, self.capacity - slot)
-        self.keys[:, :, slot : slot + head] = k[:, :, :head]
-        self.values[:, :, slot : slot + head] = v[:, :, :head]
-        if head < rows:
-            self.keys[:, :, : rows - head] = k[:, :, head:]
-            self.values[:, :, : rows - head] = v[:, :, head:]
-
-    def _read(
-        self,
-        q: mx.array,
-        step: Step,
-        start: int,
-        rows: int,
-        scale: float,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        end = start + rows
-        length = min(end, self.capacity)
-        keys, values = self.keys[:, :, :length], self.values[:, :, :length]
-        if end <= self.window:
-            return causal_attention(q, keys, values, scale, sinks, step.rows_attention)
-        name = (start, rows, self.window, self.capacity)
-        if name not in step.masks:
-            step.masks[name] = mx.array(ring_mask(start, rows, self.window, self.capacity))
-        return masked_attention(
-            q, keys, values, step.masks[name], scale, sinks, step.rows_attention
-        )
+    def _in_one(self, step: Step) -> bool:
+        return step.rows <= self.capacity - self.window + 1 or step.end <= self.capacity
