@@ -1,15 +1,30 @@
 """State of a gated delta net layer: the fp32 matrix state and the last convolution inputs.
 
-A pass makes new arrays, so a snapshot is a pair of references and costs nothing.
+A pass makes new arrays, so a snapshot is a pair of references and costs nothing. Going back inside
+a pass needs its tape. Does not know the arithmetic: the layer hands over what a pass left behind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import mlx.core as mx
 
+from turbospark.cache.attend import Step
 from turbospark.cache.specs import RecurrentSpec
+from turbospark.errors import UnsupportedError
 
 Saved = tuple[mx.array, mx.array]
+
+
+@dataclass(frozen=True)
+class Tape:
+    """One pass of `rows` rows from position `start`; `replay(n)` is the state after n of them."""
+
+    start: int
+    rows: int
+    replay: Callable[[int], Saved]
 
 
 class RecurrentState:
@@ -25,14 +40,42 @@ class RecurrentState:
         spec = self.spec
         self.state = mx.zeros((1, spec.value_heads, spec.value_dim, spec.key_dim), mx.float32)
         self.conv = mx.zeros((1, spec.conv_rows, spec.conv_channels), self.dtype)
+        self.tape: Tape | None = None
 
     def arrays(self) -> list[mx.array]:
         """The current state arrays."""
         return [self.state, self.conv]
 
+    def update(self, step: Step, saved: Saved, replay: Callable[[int], Saved]) -> None:
+        """The pass `step` leads to the state `saved`; `replay` is kept when it is taped."""
+        self.state, self.conv = saved
+        self.tape = Tape(step.start, step.rows, replay) if step.tape else None
+
     def rewind_refusal(self, position: int, to: int) -> str | None:
         """A recurrent state cannot be unrolled."""
         return "a recurrent layer cannot go back without a snapshot"
+
+    def keep_refusal(self, start: int, rows: int) -> str | None:
+        """Why the pass begun at `start` cannot be cut to its first `rows`; None when it can."""
+        if self.tape is None:
+            return "the newest pass of a recurrent layer was not taped; begin it with tape=True"
+        if self.tape.start != start:
+            return f"the tape begins at position {self.tape.start}, the pass at {start}"
+        if not 1 <= rows <= self.tape.rows:
+            return f"the tape holds {self.tape.rows} rows; keep 1..{self.tape.rows} of them"
+        return None
+
+    def keep_rows(self, start: int, rows: int) -> None:
+        """Become what the first `rows` rows of the taped pass left; bit for bit, on one device.
+
+        The tape is used up. Raises UnsupportedError where `keep_refusal` has a reason.
+        """
+        reason = self.keep_refusal(start, rows)
+        if self.tape is None or reason is not None:
+            raise UnsupportedError(f"cannot keep {rows} rows of a pass: {reason}")
+        if rows < self.tape.rows:
+            self.state, self.conv = self.tape.replay(rows)
+        self.tape = None
 
     def snapshot(self) -> Saved:
         """References to the present state."""
@@ -41,3 +84,4 @@ class RecurrentState:
     def restore(self, snapshot: Saved) -> None:
         """Make an earlier state the present one."""
         self.state, self.conv = snapshot
+        self.tape = None
