@@ -139,7 +139,7 @@ class HubFiles:
                 self.repo,
                 revision=self.commit,
                 allow_patterns=patterns,
-                tqdm_class=tqdm if progress else _SilentBar,
+                tqdm_class=None if progress else _SilentBar,
             )
         )
         return Path(snapshot, self._prefix)

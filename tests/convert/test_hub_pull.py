@@ -74,7 +74,7 @@ class FakeHub:
         return Counting()  # type: ignore[return-value]
 
     def snapshot_download(
-        self, repo: str, *, revision: str, allow_patterns: list[str], tqdm_class: type
+        self, repo: str, *, revision: str, allow_patterns: list[str], tqdm_class: type | None
     ) -> str:
         assert repo == "owner/model" and revision == COMMIT
         got = []

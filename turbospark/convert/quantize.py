@@ -20,6 +20,8 @@ from turbospark.errors import OptionError, UnsupportedError
 # A wrong choice of experts costs more than the bits saved: routers get eight of them.
 ROUTER = re.compile(r"(^|\.)(mlp\.gate|router|router\.proj|shared_expert_gate)\.weight$")
 _ROUTER_BITS = 8
+# One output per head: nothing to save, and each gates a whole head (mlx-lm keeps it too).
+HEAD_GATE = re.compile(r"\.self_attn\.g_proj\.weight$")
 Overrides = Mapping[str, Mapping[str, Any] | None]
 
 
@@ -98,7 +100,7 @@ def _wanted(name: str, provider: Provider, request: QuantRequest) -> tuple[Forma
     patterns = [p for p in request.overrides if fnmatchcase(name, p)]
     stored = provider.fmt
     settings = request.overrides[patterns[-1]] if patterns else request.settings
-    if settings is None:
+    if settings is None or (not patterns and HEAD_GATE.search(name)):
         return stored, patterns
     if isinstance(stored, Quant) or not is_matrix(name, provider):
         if not patterns:

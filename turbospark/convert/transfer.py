@@ -18,7 +18,7 @@ from turbospark.install.packed import PackedWriter, RecordLayout
 from turbospark.install.planes import Planes, empty_planes, host_view, quantize
 from turbospark.install.resident import ResidentWriter
 
-_BLOCK_VALUES = 1 << 22
+_BLOCK_VALUES = 1 << 20  # MLX quantizes with temporaries of up to 64 bytes per value
 Advance = Callable[[int], object]  # told the bytes written
 
 
