@@ -20,6 +20,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...]
         ("llama", "qwen2", "qwen3", "qwen3moe"),
     ),
     ("deepseek2", ("deepseek_v2",), ("deepseek2",), ("deepseek2",)),
+    ("gpt_oss", ("gpt_oss",), ("gptOss",), ("gpt-oss",)),
     (
         "muse_glimmer",
         ("muse_glimmer", "muse_glimmer_text"),

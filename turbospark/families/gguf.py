@@ -94,12 +94,15 @@ def gguf_base_config(
         )
     kind = get("rope.scaling.type", "none")
     if kind not in ("none", ""):
-        config["rope_scaling"] = {
+        scaling = {
             "rope_type": kind,
             "factor": get("rope.scaling.factor"),
             "original_max_position_embeddings": get("rope.scaling.original_context_length"),
             "attention_factor": get("rope.scaling.attn_factor"),
+            "beta_fast": get("rope.scaling.yarn_beta_fast"),
+            "beta_slow": get("rope.scaling.yarn_beta_slow"),
         }
+        config["rope_scaling"] = {k: v for k, v in scaling.items() if v is not None}
     return {k: v for k, v in config.items() if v is not None}
 
 

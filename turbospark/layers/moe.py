@@ -5,6 +5,8 @@ Knows top-k rules. Does not know where expert weights live (`experts/`) or which
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 
@@ -24,6 +26,16 @@ def geglu_erf(gate: mx.array, up: mx.array) -> mx.array:
     return 0.5 * gate * (1.0 + mx.erf(gate * 0.7071067811865476)) * up
 
 
+def clamped_swiglu(limit: float, alpha: float) -> Callable[[mx.array, mx.array], mx.array]:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides."""
+
+    def activation(gate: mx.array, up: mx.array) -> mx.array:
+        gate = mx.minimum(gate, limit)
+        return (mx.clip(up, -limit, limit) + 1.0) * gate * mx.sigmoid(alpha * gate)
+
+    return activation
+
+
 def top_k(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """scores [..., E] -> (ids uint32 [..., k], their scores), best first.
 
@@ -40,3 +52,20 @@ def softmax_top_k(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, 
     if normalize:
         weights = weights / mx.sum(weights, axis=-1, keepdims=True)
     return ids, weights
+
+
+def top_k_softmax(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """The k best logits, then a softmax over those alone in float32."""
+    ids, chosen = top_k(logits.astype(mx.float32), k)
+    return ids, mx.softmax(chosen, axis=-1)
+
+
+def keep_groups(scores: mx.array, groups: int, kept: int) -> mx.array:
+    """scores [..., E] with all but the `kept` best of `groups` equal runs set to zero.
+
+    A group is as good as its best score.
+    """
+    grouped = mx.unflatten(scores, -1, (groups, -1))
+    best, _ = top_k(mx.max(grouped, axis=-1), kept)
+    chosen = mx.any(best[..., None] == mx.arange(groups), axis=-2)
+    return mx.where(chosen[..., None], grouped, 0.0).reshape(scores.shape)
