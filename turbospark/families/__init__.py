@@ -20,12 +20,24 @@ _ROWS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...]
         ("llama", "qwen2", "qwen3", "qwen3moe"),
     ),
     ("deepseek2", ("deepseek_v2",), ("deepseek2",), ("deepseek2",)),
+    (
+        "gemma4",
+        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+        ("gemma4",),
+        ("gemma4",),
+    ),
     ("gpt_oss", ("gpt_oss",), ("gptOss",), ("gpt-oss",)),
     (
         "muse_glimmer",
         ("muse_glimmer", "muse_glimmer_text"),
         ("museGlimmer",),
         ("muse-glimmer",),
+    ),
+    (
+        "qwen3_5",
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        ("qwen35", "qwen36"),
+        ("qwen35", "qwen35moe"),
     ),
     ("spark", ("spark2_5",), ("spark2_5",), ("spark2_5",)),
 )

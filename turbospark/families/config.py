@@ -61,7 +61,7 @@ def _flatten_rope(config: dict[str, Any]) -> None:
         config["rope_theta"] = theta
     if partial is not None:
         config["partial_rotary_factor"] = partial
-    plain = scaling.get("rope_type", "default") == "default"
+    plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
     extra = {k: v for k, v in scaling.items() if k.startswith("mrope")}
     config["rope_scaling"] = (extra or None) if plain else scaling
 
@@ -137,7 +137,7 @@ class ConfigReader:
         """Refuse a value other than those the family computes; absent or null is accepted."""
         value = self.values.get(key)
         if value is not None and value not in supported:
-            allowed = " or ".join(repr(v) for v in supported)
+            allowed = " or ".join(repr(v) for v in supported) or "leaving it out"
             raise UnsupportedError(
                 f"{self.where}: {key} = {value!r} is not supported; supported: {allowed}"
             )

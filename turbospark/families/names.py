@@ -14,8 +14,8 @@ from turbospark.install.planes import Planes
 
 # Parts of multimodal and training checkpoints that text generation never reads.
 _IGNORED = re.compile(
-    r"^(model\.)?(visual|vision_tower|vision_model|vision_adapter|vision_projection|embed_vision"
-    r"|audio_tower|embed_audio|multi_modal_projector)\."
+    r"^(model\.)?(visual|vision_tower|vision_model|vision_adapter|vision_projection|vision_embedder"
+    r"|embed_vision|audio_tower|embed_audio|multi_modal_projector)\."
     r"|rotary_emb\.inv_freq$"
 )
 _WRAPPERS = (
@@ -25,7 +25,7 @@ _WRAPPERS = (
 )
 _EXPERTS = re.compile(
     r"^model\.layers\.(?P<layer>\d+)\.(?:mlp|block_sparse_moe|feed_forward)?\.?"
-    r"(?:experts|switch_mlp)\.(?:(?P<expert>\d+)\.)?"
+    r"(?:experts\.switch_glu|experts|switch_mlp)\.(?:(?P<expert>\d+)\.)?"
     r"(?P<matrix>gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)"
     r"(?P<suffix>\.weight|\.bias|_bias|)$"
 )

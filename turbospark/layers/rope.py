@@ -62,7 +62,7 @@ def make_rope(
 ) -> Rope:
     """The rope of a config's `rope_theta` and `rope_scaling` over `dims` leading dimensions."""
     scaling = scaling or {}
-    kind = scaling_kind(scaling)
+    kind = scaling_kind(scaling, proportional=True)
     inverse = theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
     factor = 1.0
     if kind == "linear":
@@ -72,6 +72,10 @@ def make_rope(
     elif kind == "yarn":
         inverse = _yarn(inverse, dims, theta, scaling, max_position_embeddings)
         factor = yarn_attention_factor(scaling)
+    elif kind == "proportional":
+        # Pairs span the whole width; only the first share of them turns.
+        inverse /= _number(scaling, "factor", 1.0)
+        inverse[int(_number(scaling, "partial_rotary_factor", 1.0) * dims // 2) :] = 0.0
     elif kind == "factors":
         inverse /= np.asarray(factors, dtype=np.float64)
     return Rope(dims, periods(inverse), interleaved, factor)
@@ -83,12 +87,15 @@ def periods(inverse: np.ndarray) -> mx.array:
         return mx.array((1.0 / inverse).astype(np.float32))
 
 
-def scaling_kind(scaling: dict[str, Any] | None) -> str:
-    """The name of the scaling; refuses those that are not computed here."""
+def scaling_kind(scaling: dict[str, Any] | None, proportional: bool = False) -> str:
+    """The name of the scaling; refuses those that are not computed here.
+
+    Proportional ropes rotate a share of the head's pairs: only families that say so have them.
+    """
     scaling = scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = {"mrope": "default", "none": "default"}.get(kind, kind)
-    if kind not in SCALINGS:
+    if kind not in SCALINGS and not (proportional and kind == "proportional"):
         raise UnsupportedError(
             f"config.json: rope_scaling type {kind!r} is not supported; "
             f"supported: {', '.join(SCALINGS[:-1])}"
