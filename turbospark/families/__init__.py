@@ -20,6 +20,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...]
         ("llama", "qwen2", "qwen3", "qwen3moe"),
     ),
     ("deepseek2", ("deepseek_v2",), ("deepseek2",), ("deepseek2",)),
+    ("gemma3", ("gemma3", "gemma3_text"), ("gemma3",), ("gemma3",)),
     (
         "gemma4",
         ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),

@@ -140,7 +140,8 @@ def _kind(c: ConfigReader, name: str, types: tuple[str, ...], window: int | None
             heads = c.int("num_global_key_value_heads", base["num_key_value_heads"])
             base["num_key_value_heads"] = heads
     shape = shape or base
-    rope = read_rope(c, name, ROPES, ("default", "linear", "proportional", "factors"))
+    ropes = c.section("rope_parameters") or ConfigReader(ROPES, c.where)
+    rope = read_rope(ropes, name, ("default", "linear", "proportional", "factors"))
     kind = Kind(shape["num_key_value_heads"], shape["head_dim"], window, rope)
     if name in types:
         check_heads(c.where, name, c.int("num_attention_heads", 8), kind)

@@ -6,7 +6,6 @@ know any family's defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +52,11 @@ def read_layer_types(c: ConfigReader, count: int, period: int) -> tuple[str, ...
     return tuple(types)
 
 
-def read_rope(
-    c: ConfigReader, name: str, defaults: Mapping[str, Any], supported: tuple[str, ...]
-) -> dict[str, Any]:
-    """A kind's entry of `rope_parameters`, else of `defaults`, with its type checked."""
-    section = c.section("rope_parameters") or ConfigReader(defaults, c.where)
-    rope = section.section(name)
+def read_rope(c: ConfigReader, name: str, supported: tuple[str, ...]) -> dict[str, Any]:
+    """The rope of one kind, in a section named after it; its type is checked."""
+    rope = c.section(name)
     if rope is None:
-        raise SourceError(f"{section.where}: required key {name} is missing")
+        raise SourceError(f"{c.where}: required key {name} is missing")
     key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
     rope.expect(key, *supported)
     if rope.str(key, "default") != "proportional":

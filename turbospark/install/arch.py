@@ -36,6 +36,11 @@ FAMILY_WIRES = (
 )
 """The frozen on-disk names of the families."""
 
+OWN_WIRES = ("gemma3",)
+"""Families that only turbospark writes; the format's original readers refuse them as unknown."""
+
+KNOWN_WIRES = FAMILY_WIRES + OWN_WIRES
+
 PRODUCTION_PAIRS = frozenset(
     {
         (30, 2816),  # gemma4 26B-A4B
@@ -243,10 +248,10 @@ class ArchConfig(BaseModel):
             config = cls.model_validate(known)
         except ValidationError as err:
             raise validation_error("manifest.arch", err) from None
-        if config.family not in FAMILY_WIRES:
+        if config.family not in KNOWN_WIRES:
             raise UnsupportedArchitectureError(
                 f'manifest.arch.family = "{printable(config.family)}"; '
-                f"this build knows {', '.join(FAMILY_WIRES)}"
+                f"this build knows {', '.join(KNOWN_WIRES)}"
             )
         layers, masked = config.num_layers, len(config.full_attention_layer_mask)
         if layers != masked:

@@ -28,7 +28,7 @@ from turbospark.errors import (
     UnsupportedVersionError,
 )
 from turbospark.install.arch import (
-    FAMILY_WIRES,
+    KNOWN_WIRES,
     PRODUCTION_PAIRS,
     ArchConfig,
     check_match,
@@ -133,10 +133,10 @@ def peek_family(directory: Path | str) -> str:
     raw = parse_json(read_manifest_bytes(Path(directory)), MANIFEST_NAME)
     arch = raw.get("arch")
     family = arch.get("family", "gemma4") if isinstance(arch, dict) else None
-    if family not in FAMILY_WIRES:
+    if family not in KNOWN_WIRES:
         raise UnsupportedArchitectureError(
             f"manifest.arch.family = {printable(repr(family))}; "
-            f"this build knows {', '.join(FAMILY_WIRES)}"
+            f"this build knows {', '.join(KNOWN_WIRES)}"
         )
     return str(family)
 
