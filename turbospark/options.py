@@ -244,21 +244,21 @@ class OpenOptions(FrozenOptions):
         return cls(**{**values, **changes})
 
 
+_VARIABLES = {
+    "prefill_chunk": "PREFILL_CHUNK",
+    "expert_residency": "EXPERT_RESIDENCY",
+    "chat_date": "CHAT_DATE",
+}
+
+
 def _environment(environ: Mapping[str, str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """OpenOptions fields that the environment sets and the caller does not (`given` wins)."""
     values: dict[str, Any] = {}
-    chunk = env_variable("PREFILL_CHUNK", environ)
-    if chunk is not None and "prefill_chunk" not in given:
-        values["prefill_chunk"] = int(chunk) if chunk.isdigit() else chunk
-        _checkenv_variable("PREFILL_CHUNK", chunk, prefill_chunk=values["prefill_chunk"])
-    residency = env_variable("EXPERT_RESIDENCY", environ)
-    if residency is not None and "expert_residency" not in given:
-        values["expert_residency"] = residency
-        _checkenv_variable("EXPERT_RESIDENCY", residency, expert_residency=residency)
-    day = env_variable("CHAT_DATE", environ)
-    if day is not None and "chat_date" not in given:
-        values["chat_date"] = day
-        _check_variable("CHAT_DATE", day, chat_date=day)
+    for name, suffix in _VARIABLES.items():
+        text = env_variable(suffix, environ)
+        if text is not None and name not in given:
+            values[name] = int(text) if text.isdigit() else text
+            _check_variable(suffix, text, name, values[name])
     if "toggles" not in given:
         values["toggles"] = RuntimeToggles.from_env(environ)
     if "speculation" not in given:
@@ -271,10 +271,10 @@ def _environment(environ: Mapping[str, str] | None, given: Mapping[str, Any]) ->
     return values
 
 
-def _checkenv_variable(suffix: str, text: str, **field: Any) -> None:
+def _check_variable(suffix: str, text: str, name: str, value: Any) -> None:
     """Refuse a variable's value by the variable's name rather than the field's."""
     try:
-        OpenOptions(**field)
+        OpenOptions(**{name: value})
     except OptionError as error:
         raise OptionError(f"{ENV_PREFIX}{suffix}={text!r}: {error}") from None
 

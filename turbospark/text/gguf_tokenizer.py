@@ -7,6 +7,7 @@ GGUF's container or files: metadata comes in as plain Python values, files go ou
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,11 +47,28 @@ _SYMBOL_WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
 )
-_LATIN = (
-    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
-    r"Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤ"
-    r"Ⳬ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
-)
+# Cased letters as DeepSeek's first tokenizers list them. In hexadecimal, because several have
+# look-alikes that editors and normalisation quietly replace them with.
+_CASED = """
+    41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376-377 37B-37D 37F 386
+    388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA
+    1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59
+    1F5B 1F5D 1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC
+    1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128 212A-212D 212F-2134 2139
+    213C-213F 2145-2149 214E 2183-2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2-2CF3 A640-A66D A680-A69B
+    A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F
+    104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943
+"""
+_HAN_KANA = "4E00-9FA5 3040-309F 30A0-30FF"
+_IDEOGRAPHS = "4E00-9FA5 800-4E00 AC00-D7FF"
+_PUNCTUATION = "21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3000-3002"
+
+
+def _characters(ranges: str) -> str:
+    """A character class from hexadecimal code points and ranges of them."""
+    escaped = re.sub(r"([0-9A-F]+)", r"\\x{\1}", ranges)
+    return f"[{''.join(escaped.split())}]"
+
 
 _PLAIN = (_PLAIN_WORDS,)
 _DIGITS_THEN_PLAIN = (r"\p{N}", _PLAIN_WORDS)
@@ -59,22 +77,22 @@ _QWEN2 = (_words(r"\p{N}"),)
 _QWEN35 = (_words(r"\p{N}", r"\p{L}\p{M}", r"\p{L}\p{M}\p{N}"),)
 _O200K = (_cased_words(r"\p{N}{1,3}", f"{_CONTRACTION}?"),)
 _TEKKEN = (_cased_words(r"\p{N}", ""),)
-_DEEPSEEK3 = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", rf"{_SYMBOL_WORDS}[\r\n]*|{_SPACES}")
+_DEEPSEEK3 = (r"\p{N}{1,3}", f"{_characters(_HAN_KANA)}+", rf"{_SYMBOL_WORDS}[\r\n]*|{_SPACES}")
 _SPARK = (
     r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
+    f"{_characters(_HAN_KANA)}+",
     rf"{_SYMBOL_WORDS}|[\r\n]|\s+(?!\S)|\s+",
     r"\p{N}",
 )
 _DEEPSEEK = (
     r"[\r\n]",
-    _LATIN,
-    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    rf"\s?{_characters(_CASED)}+",
+    rf"\s?{_characters(_PUNCTUATION)}+",
     r"\s+$",
-    "[一-龥ࠀ-一가-퟿]+",
+    f"{_characters(_IDEOGRAPHS)}+",
     r"\p{N}+",
 )
-_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", f"{_characters(_IDEOGRAPHS)}+", r"\p{N}")
 
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": _PLAIN,
@@ -249,7 +267,13 @@ class _Vocabulary:
         if merges is None:
             raise SourceError(f"tokenizer.ggml.merges is missing; model {self.model!r} needs it")
         # From index 1: a token may itself begin with a space, but never holds one further on.
-        return [[m[: m.index(" ", 1)], m[m.index(" ", 1) + 1 :]] for m in map(str, merges)]
+        pairs = [(merge, merge.find(" ", 1)) for merge in map(str, merges)]
+        for index, (merge, cut) in enumerate(pairs):
+            if cut < 0:
+                raise SourceError(
+                    f"tokenizer.ggml.merges[{index}] is {merge!r}, not two pieces and a space"
+                )
+        return [[merge[:cut], merge[cut + 1 :]] for merge, cut in pairs]
 
     def _scored_merges(self) -> list[list[str]]:
         """Merges of a SentencePiece vocabulary: every split of every token, best score first.

@@ -153,6 +153,7 @@ class ChatTemplate:
         the template (or this function) refuses, ModelFormatError for a template that is broken.
         """
         self._check(messages, reasoning)
+        template = self._template()
         context: dict[str, Any] = {
             "messages": deepcopy([dict(message) for message in messages]),
             "add_generation_prompt": add_generation_prompt,
@@ -168,7 +169,7 @@ class ChatTemplate:
         if reasoning != "off":
             context.update(dict.fromkeys(_LEVEL_NAMES, reasoning))
         try:
-            return self._template().render(**context)
+            return template.render(**context)
         except _TEMPLATE_FAULTS as error:
             raise OptionError(
                 f"chat template ({self.source}) refused the messages: {_one_line(error)}"

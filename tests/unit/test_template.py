@@ -1,0 +1,221 @@
+"""Chat templates: where they come from, what they see, what they may not do."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from datetime import datetime
+
+import pytest
+
+from turbospark.errors import ModelFormatError, OptionError, UnsupportedError
+from turbospark.text.template import FALLBACKS, ChatTemplate
+
+HI = [{"role": "user", "content": "hi"}]
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+]
+
+
+def render(text, messages=HI, **kwargs):
+    return ChatTemplate(text, "test").render(messages, **kwargs)
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+
+def test_the_jinja_file_beats_the_configuration_which_beats_the_fallback():
+    assert ChatTemplate.find("F", "C", "chatml").text == "F"
+    assert ChatTemplate.find(None, "C", "chatml").text == "C"
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    assert ChatTemplate.find(None, named, "chatml").text == "D"
+    assert ChatTemplate.find(None, named[:1], "chatml").source == "chatml fallback"
+    assert ChatTemplate.find(None, None, "chatml").text == FALLBACKS["chatml"]
+
+
+@pytest.mark.parametrize("dialect", ["harmony", "muse", "plain"])
+def test_dialects_that_cannot_be_improvised_refuse_messages_by_name(dialect):
+    template = ChatTemplate.find(None, None, dialect)
+    with pytest.raises(UnsupportedError, match=f"{dialect} dialect"):
+        template.render(HI)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "expected"),
+    [
+        (
+            "chatml",
+            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
+            "<|im_start|>assistant\ntwo<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        (
+            "llama3",
+            "B<|start_header_id|>system<|end_header_id|>\n\nbe brief<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\none<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\ntwo<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nthree<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            "gemma",
+            "B<start_of_turn>user\nbe brief\n\none<end_of_turn>\n"
+            "<start_of_turn>model\ntwo<end_of_turn>\n<start_of_turn>user\nthree<end_of_turn>\n"
+            "<start_of_turn>model\n",
+        ),
+        (
+            "gemma4",
+            "B<|turn>system\nbe brief<turn|>\n<|turn>user\none<turn|>\n<|turn>model\ntwo<turn|>\n"
+            "<|turn>user\nthree<turn|>\n<|turn>model\n",
+        ),
+        (
+            "deepseek",
+            "Bbe brief<｜User｜>one<｜Assistant｜>twoE<｜User｜>three<｜Assistant｜>",
+        ),
+        ("mistral", "B[INST] be brief\n\none [/INST] twoE[INST] three [/INST]"),
+    ],
+)
+def test_fallbacks_frame_turns_as_the_dialect_does(dialect, expected):
+    template = ChatTemplate.find(None, None, dialect)
+    assert template.render(TALK, bos_token="B", eos_token="E") == expected
+
+
+# --- context --------------------------------------------------------------------------------------
+
+
+def test_the_context_holds_what_templates_expect():
+    text = (
+        "{{ bos_token }}|{{ eos_token }}|{{ messages[0].content }}|{{ add_generation_prompt }}|"
+        "{{ enable_thinking }}|{{ add_vision_id }}|{{ tools is defined }}|"
+        "{{ reasoning_effort is defined }}|{{ strftime_now('%d %b %Y') }}"
+    )
+    got = render(text, bos_token="<s>", eos_token="</s>", now=datetime(2025, 2, 3))
+    assert got == "<s>|</s>|hi|True|False|False|False|False|03 Feb 2025"
+
+
+def test_reasoning_levels_reach_the_template_under_both_names():
+    text = "{{ enable_thinking }} {{ reasoning_effort }} {{ reasoning_strength }}"
+    assert render(text, reasoning="high") == "True high high"
+    assert render(text) == "False  "
+    with pytest.raises(OptionError, match="reasoning='max' is not valid"):
+        render(text, reasoning="max")
+
+
+@pytest.mark.parametrize(
+    ("text", "support", "ignored"),
+    [
+        ("{{ messages[0].content }}", "none", ["low", "high"]),
+        ("{{ enable_thinking }}", "toggle", ["low", "medium", "xhigh"]),
+        ("{{ reasoning_effort }}", "level", []),
+    ],
+)
+def test_a_level_that_the_template_ignores_is_warned_about(text, support, ignored):
+    assert ChatTemplate(text, "test").reasoning_support == support
+    for level in ("off", "low", "medium", "high", "xhigh"):
+        if level in ignored:
+            with pytest.warns(UserWarning, match=f"reasoning='{level}'"):
+                render(text, reasoning=level)
+        elif support != "none" or level == "off":
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                render(text, reasoning=level)
+
+
+def test_tojson_writes_plain_json():
+    value = [{"role": "user", "content": {"b": "<é&'>", "a": [1, None, True]}}]
+    assert render("{{ messages[0].content | tojson }}", value) == (
+        """{"b": "<é&'>", "a": [1, null, true]}"""
+    )
+    assert render("{{ messages[0].content | tojson(indent=1) }}", value).startswith('{\n "b"')
+
+
+def test_blocks_leave_no_blank_lines_and_loops_can_break():
+    text = (
+        "{% for m in messages %}\n  {% if loop.index > 1 %}\n  {% break %}\n  {% endif %}\n"
+        "{{ m.content }}\n{% endfor %}"
+    )
+    assert render(text, HI * 3) == "hi\n"
+
+
+def test_generation_spans_are_plain_text():
+    assert render("a{% generation %}{{ messages[0].content }}{% endgeneration %}b") == "ahib"
+
+
+def test_a_tool_without_a_description_gets_an_empty_one():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    text = "{% for t in tools %}{{ '// ' + t.function.description + t.function.name }}{% endfor %}"
+    assert render(text, tools=tools) == "// f"
+    assert "description" not in tools[0]["function"], "the caller's tools are left alone"
+
+
+# --- refusals and the sandbox -----------------------------------------------------------------
+
+
+def test_what_the_template_raises_is_passed_on_in_one_line():
+    text = "{{ raise_exception('roles must\n alternate') }}"
+    with pytest.raises(OptionError, match="refused the messages: roles must alternate"):
+        render(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ 'a' + 1 }}", "{{ 1 / 0 }}", "{{ missing.x.y }}", "{{ messages[9].content.z }}",
+     "{{ range(999999999) | list }}", "{{ messages | no_such }}"],
+)  # fmt: skip
+def test_a_templates_own_mistakes_are_typed_errors(text):
+    with pytest.raises((OptionError, ModelFormatError), match="chat template"):
+        render(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ strftime_now.__globals__ }}",
+        "{{ raise_exception.__code__ }}",
+    ],
+)
+def test_a_template_can_neither_reach_python_nor_change_its_input(text):
+    messages = [dict(HI[0])]
+    with suppress(OptionError):  # refused, or undefined and therefore empty
+        assert render(text, messages) == ""
+    assert messages == HI
+
+
+def test_a_broken_template_names_its_source_and_line():
+    with pytest.raises(ModelFormatError, match=r"chat template \(test\) is broken at line 2"):
+        render("ok\n{% for %}")
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [([], "messages is empty"), ([{"content": "x"}], r"messages\[0\] has no role"),
+     ([HI[0], "x"], r"messages\[1\] has no role")],
+)  # fmt: skip
+def test_malformed_messages_are_refused(messages, match):
+    with pytest.raises(OptionError, match=match):
+        render("x", messages)
+
+
+def test_rendering_equals_transformers(tmp_path):
+    """The same template and messages through the library most templates are written for."""
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    text = (
+        "{{ bos_token }}{% for message in messages %}\n"
+        "    {%- if message.role == 'user' and loop.first %}\n"
+        "        {{- message.content | trim | tojson }}\n"
+        "    {% else %}\n"
+        "{{ message['content'] }}\n"
+        "    {% endif %}\n"
+        "{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+    )
+    messages = [{"role": "user", "content": " <é> "}, {"role": "assistant", "content": "ok\n"}]
+    rendered, _ = chat.render_jinja_template(
+        conversations=[messages], chat_template=text, add_generation_prompt=True, bos_token="B"
+    )
+    assert render(text, messages, bos_token="B") == rendered[0]
