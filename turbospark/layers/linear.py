@@ -106,17 +106,17 @@ def _join(arrays: Sequence[mx.array | None], axis: int) -> mx.array | None:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A dense table [rows, width], looked up by id and usable as a tied head."""
+    """A dense table looked up by id and usable as a tied head; kept transposed [width, rows]."""
 
-    table: mx.array
+    matrix: mx.array
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids int [1, L] -> [1, L, width]."""
-        return self.table[ids]
+        return self.matrix.T[ids]
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., width] -> [..., rows]: the tied output head."""
-        return x @ self.table.T
+        return x @ self.matrix
 
 
 @dataclass(frozen=True)
