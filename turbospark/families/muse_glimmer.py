@@ -246,8 +246,7 @@ class Attention:
         if self.rope is not None:
             q = self.rope(q, states.step.start)
             k = self.rope(k, states.step.start)
-        memory: Any = states.layers[self.layer]  # LinearKV or RingKV, as `cache_specs` asks
-        out = memory.attend(q, k, v, states.step, self.scale)
+        out = states.layers[self.layer].attend(q, k, v, states.step, self.scale)
         out = out.swapaxes(1, 2).reshape(1, rows, -1)
         return self.o_proj(out * mx.sigmoid(gate))
 

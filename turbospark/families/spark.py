@@ -194,8 +194,7 @@ class Attention:
         v = v.reshape(1, rows, self.kv_heads, -1).swapaxes(1, 2)
         q = self.rope(q, states.step.start)
         k = self.rope(k, states.step.start)
-        memory: Any = states.layers[self.layer]  # LinearKV or RingKV, as `cache_specs` asks
-        out = memory.attend(q, k, v, states.step, self.scale).swapaxes(1, 2)
+        out = states.layers[self.layer].attend(q, k, v, states.step, self.scale).swapaxes(1, 2)
         gate = mx.sigmoid(self.g_proj(x).astype(mx.float32)).astype(out.dtype)
         return self.out_proj((out * gate[..., None]).reshape(1, rows, -1))
 
