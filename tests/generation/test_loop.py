@@ -279,6 +279,7 @@ def test_cancelling_at_any_point_ends_with_what_there_is(tokenizer, after):
     assert result.token_ids == ids("abcdefgh")[:tokens]
     assert engine.fed == [*range(2 * chunks), *result.token_ids[:-1]]
     assert result.text == text_of(events) == "abcdefgh"[:tokens]
+    assert (result.decode_seconds > 0) is (tokens > 0)
 
 
 def test_cancelling_when_a_token_arrives_computes_no_further_one(tokenizer):

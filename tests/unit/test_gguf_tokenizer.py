@@ -202,14 +202,26 @@ def test_merging_follows_the_scores(tmp_path):
             assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_equal_scores_join_from_the_left(tmp_path):
-    runs = {"▁" * n: -1e9 for n in range(2, 9)}
+@pytest.mark.parametrize("longest", [3, 5, 8])
+def test_equal_scores_join_from_the_left(tmp_path, longest):
+    runs = {"▁" * n: -1e9 for n in range(2, longest + 1)}
     vocab = {"▁": -1.0, "a": -2.0, **runs}
     tokenizer = build(
         pieces(vocab, vocab.values(), add_space_prefix=False, add_bos_token=False), tmp_path
     )
-    for n in range(1, 9):
-        assert len(tokenizer.encode(" " * n + "a")) == 2
+    for n in range(1, 12):
+        got = [tokenizer.id_to_token(i) for i in tokenizer.encode(" " * n + "a")]
+        assert got == merge_by_score("▁" * n + "a", vocab)
+
+
+def test_text_that_looks_like_a_byte_token_stays_text(tmp_path):
+    words = [*"<0x41>", "<0", "<0x", "<0x4", "<0x41"]
+    tokenizer = build(
+        pieces(words, [-1.0] * len(words), add_space_prefix=False, add_bos_token=False), tmp_path
+    )
+    ids = tokenizer.encode("<0x41>")
+    assert [tokenizer.id_to_token(i) for i in ids] == ["<0x41", ">"]
+    assert tokenizer.decode(ids) == "<0x41>"
 
 
 def test_the_space_prefix_is_added_and_taken_away_again(tmp_path):

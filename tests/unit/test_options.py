@@ -305,6 +305,8 @@ def test_an_argument_beats_its_variable():
     environment = {"TURBOSPARK_PREFILL_CHUNK": "64", "TURBOSPARK_EXPERT_RESIDENCY": "mapped"}
     assert OpenOptions.from_env(environment, prefill_chunk="off").prefill_chunk == "off"
     assert OpenOptions.from_env(environment).expert_residency is ExpertResidency.MAPPED
+    bad = {"TURBOSPARK_PREFILL_CHUNK": "no", "TURBOSPARK_MTP_DRAFT": "99"}
+    OpenOptions.from_env(bad, prefill_chunk=64, speculation=DraftPolicies.off())
 
 
 @pytest.mark.parametrize("suffix", [*RuntimeToggles.ENVIRONMENT.values()])

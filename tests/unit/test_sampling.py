@@ -159,6 +159,19 @@ def test_greedy_takes_the_lower_of_equal_maxima_and_applies_penalties():
     assert Sampler(options, 4).sample(row, [1], 1) == 2
 
 
+def test_a_repetition_penalty_lowers_negative_logits_too():
+    row = np.array([-0.5, -0.6], dtype=np.float32)
+    options = GenerationOptions(temperature=0, repetition_penalty=1.5)
+    assert Sampler(options, 2).sample(row, [1], 1) == 0
+    assert Sampler(options, 2).sample(row, [0], 1) == 1
+
+
+def test_top_p_keeps_no_token_beyond_the_mass_it_names():
+    sampler = Sampler(GenerationOptions(temperature=1.0, top_k=4, top_p=0.5), 4)
+    ids, _ = sampler.distribution(np.zeros(4, dtype=np.float32))
+    assert ids.tolist() == [0, 1]
+
+
 def test_presence_and_frequency_leave_the_prompt_alone():
     row = np.array([1.0, 0.9], dtype=np.float32)
     options = GenerationOptions(temperature=0, presence_penalty=1.0, frequency_penalty=0.5)
@@ -177,6 +190,7 @@ def test_penalties_follow_a_history_that_grows_shrinks_or_changes():
     del history[1:]
     assert sampler.sample(row, history, 1) == 0
     assert sampler.sample(row, [2, 0], 1) == 1
+    assert sampler.sample(row, [2, 1], 1) == 0, "another list of the same length"
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,6 @@ class StopMatcher:
         """Length of the longest suffix of `text` that begins some stop string."""
         for size in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-size:]
-            if any(stop.startswith(tail) and len(stop) > size for stop in self._stops):
+            if any(stop.startswith(tail) for stop in self._stops):
                 return size
         return 0
