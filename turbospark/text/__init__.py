@@ -1,0 +1,1 @@
+"""Text in and out: tokenizers, streaming, chat templates, stop strings. Knows no models."""
