@@ -92,9 +92,10 @@ def gemma4_config(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         return meta.get(f"gemma4.{key}", default)
 
     layers = config["num_hidden_layers"]
-    types = layer_types(meta, layers, period=6)
+    types = [*layer_types(meta, layers, period=6)[:-1], FULL]
     full, sliding = types.index(FULL), types.index(SLIDING) if SLIDING in types else 0
     kv_heads = _each(config["num_key_value_heads"], layers)
+    full_shape = {"head_dim": config["head_dim"], "num_key_value_heads": kv_heads[full]}
     widths = _each(config["intermediate_size"], layers)
     experts = config.pop("num_experts_per_tok", None)
     config.update(
@@ -103,8 +104,8 @@ def gemma4_config(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         intermediate_size=widths[0],
         use_double_wide_mlp=widths[-1] == 2 * widths[0],
         num_key_value_heads=kv_heads[sliding],
-        head_dim=get("attention.key_length_swa", config["head_dim"]),
-        global_head_dim=config["head_dim"],
+        head_dim=get("attention.key_length_swa", full_shape["head_dim"]),
+        per_layer_config={str(i): full_shape for i, kind in enumerate(types) if kind == FULL},
         num_kv_shared_layers=get("attention.shared_kv_layers", 0),
         attention_k_eq_v=f"blk.{full}.attn_v.weight" not in shapes,
         rope_parameters={
@@ -118,8 +119,6 @@ def gemma4_config(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     )
     if "per_layer_token_embd.weight" in shapes:
         config["vocab_size_per_layer_input"] = shapes["per_layer_token_embd.weight"][0]
-    overrides = {"head_dim": config["global_head_dim"], "num_key_value_heads": kv_heads[full]}
-    config["per_layer_config"] = {str(i): overrides for i, t in enumerate(types) if t == FULL}
     return config
 
 
