@@ -453,7 +453,7 @@ def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 EXPERT_FAULTS: dict[str, tuple[Any, str]] = {
     "one gone": (
         lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight"),
-        "model.layers.1.mlp.experts.up_proj.weight of experts [2]",
+        "model.layers.1.mlp.experts.up_proj.weight of 1 experts (2)",
     ),
     "a layer gone": (
         lambda t: [t.pop(f"model.layers.1.mlp.experts.{e}.up_proj.weight") for e in range(EXPERTS)],

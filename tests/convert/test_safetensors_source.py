@@ -364,6 +364,11 @@ BAD_QUANT: dict[str, tuple[Any, Any, str]] = {
         lambda p: _without(p, "biases"),
         "has dtype BF16; mxfp4 needs uint8",
     ),
+    "companions of another height": (
+        FOUR,
+        lambda p: {k: a if k == "weight" else a[:4] for k, a in p.items()},
+        "weight [8, 16] words and scales [4, 2] do not fit",
+    ),
     "biases of another shape": (
         {"bits": 4, "group_size": 64},
         lambda p: {**p, "biases": p["biases"][:4]},

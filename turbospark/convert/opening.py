@@ -6,7 +6,7 @@ Knows which kinds of checkpoint there are and which file shows the kind. Reads h
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,16 @@ def open_folder(files: Files) -> Checkpoint:
     """Open and plan a checkpoint with config.json and safetensors."""
     config = read_config(files)
     family = family_for_model_type(str(config.get("model_type")))
-    family_config = family.read_config(ConfigReader(config, "config.json"))
     source = SafetensorsSource(files, config)
+    _check_layers(config.get("num_hidden_layers"), "config.json: num_hidden_layers", source.tensors)
+    family_config = family.read_config(ConfigReader(config, "config.json"))
     return _planned(Checkpoint(source, family, family.pieces, family_config))
+
+
+def _check_layers(count: object, what: str, tensors: Collection[str]) -> None:
+    """Refuse a number of layers that no table of contents backs, before anything is sized by it."""
+    if isinstance(count, (int, float)) and count > len(tensors):
+        raise SourceError(f"{what} = {count}; the checkpoint has {len(tensors)} tensors")
 
 
 def open_gguf(files: Files, name: str) -> Checkpoint:
@@ -90,6 +97,8 @@ def gguf_config(
     family = family_for_gguf(architecture)
     if family.gguf_config is None:
         raise UnsupportedError(f"family {family.name} does not read GGUF files")
+    key = f"{architecture}.block_count"
+    _check_layers(metadata.get(key), f"GGUF metadata: {key}", shapes)
     try:
         return family.gguf_config(metadata, shapes)
     except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:

@@ -6,13 +6,15 @@ before a weight is read. Does not read or write.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 
-from turbospark.convert.source import SourceTensor, listed
+from turbospark.convert.source import SHOWN_NAMES, SourceTensor, listed
 from turbospark.dtypes import Format
 from turbospark.errors import SourceError, TurbosparkError, UnsupportedError
 from turbospark.families.base import ExpertShape, Family, Piece
@@ -82,7 +84,7 @@ class _Builder:
         self.shapes = family.weight_shapes(config)
         self.expert_shapes = family.expert_shapes(config)
         self.resident: dict[str, Provider] = {}
-        self.experts: dict[tuple[int, str, int], Provider] = {}
+        self.experts: dict[tuple[int, str], dict[int, Provider]] = {}
         self.unreadable: list[str] = []
         self.unknown: list[str] = []
         self.doubled: list[str] = []
@@ -95,7 +97,8 @@ class _Builder:
                 self.unknown.append(tensor.name)
                 return
             provider = self.provider(tensor, piece, self.shapes[piece.target])
-            self.enter(self.resident, piece.target, piece.target, provider)
+            if provider is not None:
+                self.enter(self.resident, piece.target, piece.target, provider)
             return
         shape = self.expert_shapes.get(piece.layer)  # type: ignore[arg-type]
         role = str(piece.role)
@@ -112,14 +115,15 @@ class _Builder:
             self.unknown.append(f"{tensor.name} (of {shape.count} experts)")
             return
         provider = self.provider(tensor, piece, role_shape(shape, role), stacked)
-        for expert in range(shape.count) if stacked else (int(piece.expert or 0),):
-            key = (int(piece.layer or 0), role, expert)
-            one = replace(provider, expert=expert) if stacked and provider else provider
-            self.enter(self.experts, key, f"{expert_name(*key[:2])} of expert {expert}", one)
-
-    def enter(self, table: dict, key: Any, name: str, provider: Provider | None) -> None:
         if provider is None:
             return
+        for expert in range(shape.count) if stacked else (int(piece.expert or 0),):
+            key = (int(piece.layer or 0), role)
+            one = replace(provider, expert=expert) if stacked else provider
+            name = f"{expert_name(*key)} of expert {expert}"
+            self.enter(self.experts.setdefault(key, {}), expert, name, one)
+
+    def enter(self, table: dict[Any, Provider], key: Any, name: str, provider: Provider) -> None:
         if key in table:
             self.doubled.append(
                 f"{name} (from {table[key].source.name} and {provider.source.name})"
@@ -130,7 +134,8 @@ class _Builder:
         self, tensor: SourceTensor, piece: Piece, expected: tuple[int, ...], stacked: bool = False
     ) -> Provider | None:
         shape = tensor.shape[1:] if stacked else tensor.shape
-        fmt, found = outcome(tensor, shape, piece)
+        too_small = math.prod(shape) < math.prod(expected)  # a hostile size never meets a transform
+        fmt, found = outcome(tensor, shape, Piece() if too_small else piece)
         if found != expected:
             changed = f", {list(found)} after its transform" if found != tensor.shape else ""
             self.misshapen.append(
@@ -169,16 +174,19 @@ class _Builder:
         absent = [name for name in self.shapes if name not in self.resident]
         for layer, shape in self.expert_shapes.items():
             for role in roles(shape):
-                gone = [e for e in range(shape.count) if (layer, role, e) not in self.experts]
-                if len(gone) == shape.count:
+                present = self.experts.get((layer, role), {})
+                if not present:
                     absent.append(expert_name(layer, role))
-                elif gone:
-                    absent.append(f"{expert_name(layer, role)} of experts {gone}")
+                elif len(present) < shape.count:
+                    gone = (e for e in range(shape.count) if e not in present)
+                    shown = ", ".join(map(str, islice(gone, SHOWN_NAMES)))
+                    count = shape.count - len(present)
+                    absent.append(f"{expert_name(layer, role)} of {count} experts ({shown})")
         return absent
 
     def uniform(self, layer: int, role: str, count: int) -> list[Provider]:
         """The providers of all experts, which one record layout must fit."""
-        found = [self.experts[layer, role, expert] for expert in range(count)]
+        found = [self.experts[layer, role][expert] for expert in range(count)]
         for provider in found:
             if provider.fmt != found[0].fmt:
                 raise SourceError(
