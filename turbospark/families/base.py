@@ -107,6 +107,10 @@ class Family:
     weight_shapes: Callable[[Any], dict[str, tuple[int, ...]]]
     pieces: Callable[[Any, str], tuple[Piece, ...] | None]
     build: Callable[..., Model]
+    complete_config: Callable[[dict[str, Any], Mapping[str, tuple[int, ...]]], dict[str, Any]] = (
+        lambda config, shapes: config
+    )
+    """config.json with what only the checkpoint's tensor names and shapes tell, for installs."""
     expert_shapes: Callable[[Any], dict[int, ExpertShape]] = lambda config: {}
     expert_activation: Callable[[Any], Activation] = lambda config: swiglu
     capabilities: Capabilities = field(default_factory=Capabilities)

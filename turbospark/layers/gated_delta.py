@@ -1,0 +1,207 @@
+"""The gated delta net: linear attention with a matrix memory per value head.
+
+In this order: the recurrence in plain ops, the same through MLX's own primitive, its inputs
+(convolution, norms, gates), the layer. Knows no model; `cache.recurrent` holds its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from turbospark.cache.recurrent import RecurrentState, Saved
+from turbospark.cache.specs import RecurrentSpec
+from turbospark.cache.state import LayerStates
+from turbospark.layers.norm import RMSNorm
+from turbospark.layers.weights import Weights
+
+L2_EPS = 1e-6
+# Above this many rows MLX's Metal kernel works in blocks and rounds differently than row by row.
+SEQUENTIAL_ROWS = 8
+
+
+# --- the recurrence -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeltaInputs:
+    """What the recurrence reads in one pass, all float32.
+
+    q, k [1, L, K, Dk], q scaled; v [1, L, V, Dv]; decay (0..1), beta [1, L, V]. Value heads
+    h * V/K .. (h + 1) * V/K - 1 share key head h.
+    """
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    decay: mx.array
+    beta: mx.array
+
+    def rows(self, part: slice) -> DeltaInputs:
+        """The same for some of the rows."""
+        return DeltaInputs(*(a[:, part] for a in (self.q, self.k, self.v, self.decay, self.beta)))
+
+
+def gated_delta_reference(x: DeltaInputs, state: mx.array) -> tuple[mx.array, mx.array]:
+    """The recurrence row by row: S = decay S; S += beta (v - S k) k^T; o = S q.
+
+    state float32 [1, V, Dv, Dk] -> (o [1, L, V, Dv], state after the last row).
+    """
+    group = x.v.shape[2] // x.k.shape[2]
+    q, k = (mx.repeat(a, group, axis=2)[..., None, :] for a in (x.q, x.k))
+    outputs = []
+    for t in range(x.v.shape[1]):
+        state = state * x.decay[:, t, :, None, None]
+        missing = x.v[:, t] - mx.sum(state * k[:, t], axis=-1)
+        state = state + (x.beta[:, t, :, None] * missing)[..., None] * k[:, t]
+        outputs.append(mx.sum(state * q[:, t], axis=-1))
+    return mx.stack(outputs, axis=1), state
+
+
+def gated_delta(x: DeltaInputs, state: mx.array) -> tuple[mx.array, mx.array]:
+    """`gated_delta_reference` through MLX's primitive; shapes as there."""
+    out, state = mx.fast.gated_delta_update(x.q, x.k, x.v, x.decay, x.beta, state)
+    return out, state
+
+
+def replay_state(x: DeltaInputs, state: mx.array, rows: int) -> mx.array:
+    """The state after the first `rows` rows, rounded as single steps round."""
+    for start in range(0, rows, SEQUENTIAL_ROWS):
+        _, state = gated_delta(x.rows(slice(start, min(start + SEQUENTIAL_ROWS, rows))), state)
+    return state
+
+
+# --- what goes in and comes out -------------------------------------------------------------------
+
+
+def causal_conv(x: mx.array, kernel: mx.array) -> mx.array:
+    """Depthwise causal convolution: x [1, taps - 1 + L, C], kernel [taps, C] -> [1, L, C].
+
+    The first taps - 1 rows of x are the past. Taps are summed oldest first, for any L.
+    """
+    taps = kernel.shape[0]
+    rows = x.shape[1] - taps + 1
+    if rows == 1:
+        return mx.sum(x * kernel, axis=1, keepdims=True)
+    y = x[:, :rows] * kernel[0]
+    for i in range(1, taps):
+        y = y + x[:, i : i + rows] * kernel[i]
+    return y
+
+
+def silu(x: mx.array) -> mx.array:
+    """x * sigmoid(x)."""
+    return x * mx.sigmoid(x)
+
+
+def l2_norm(x: mx.array, scale: mx.array) -> mx.array:
+    """x / sqrt(sum(x^2) + eps) over the last axis, times sqrt(D) * `scale` [D]."""
+    return mx.fast.rms_norm(x, scale, L2_EPS / x.shape[-1])
+
+
+def decay_of(a: mx.array, rate: mx.array, dt_bias: mx.array) -> mx.array:
+    """exp(rate * softplus(a + dt_bias)) in float32, where rate = -exp(A_log)."""
+    return mx.exp(rate * mx.logaddexp(a.astype(mx.float32) + dt_bias, 0.0))
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Heads and widths of a gated delta net."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of q | k | v, which the convolution runs over."""
+        return 2 * self.keys + self.values
+
+    @property
+    def memory(self) -> RecurrentSpec:
+        """What a cache must hold for one layer."""
+        return RecurrentSpec(
+            self.value_heads, self.value_dim, self.key_dim, self.taps - 1, self.channels
+        )
+
+
+class GatedDeltaNet:
+    """Projections, convolution, recurrence, gated norm; one layer of tensors under `name`.
+
+    `gate` is applied to the z projection: silu or sigmoid.
+    """
+
+    def __init__(
+        self,
+        w: Weights,
+        name: str,
+        layer: int,
+        shape: DeltaShape,
+        eps: float,
+        gate: Callable[[mx.array], mx.array],
+    ) -> None:
+        self.layer, self.shape, self.gate = layer, shape, gate
+        self.in_proj = w.fused([f"{name}.in_proj_{p}" for p in ("qkv", "z", "b", "a")])
+        self.out_proj = w.linear(f"{name}.out_proj")
+        kernel = w.array(f"{name}.conv1d.weight", mx.float32)
+        self.kernel = mx.contiguous(kernel.reshape(shape.channels, shape.taps).T)
+        self.rate = -mx.exp(w.array(f"{name}.A_log", mx.float32))
+        self.dt_bias = w.array(f"{name}.dt_bias", mx.float32)
+        self.norm = RMSNorm(w.array(f"{name}.norm.weight", mx.float32), eps)
+        # q carries 1 / sqrt(Dk) twice: once to undo the root of the mean, once as its scale.
+        self.q_scale = mx.full((shape.key_dim,), 1.0 / shape.key_dim)
+        self.k_scale = mx.full((shape.key_dim,), shape.key_dim**-0.5)
+        mx.eval(self.kernel, self.rate, self.q_scale, self.k_scale)
+
+    def __call__(self, x: mx.array, states: LayerStates) -> mx.array:
+        """x [1, L, H] -> [1, L, H]; the layer's memory moves on by L rows."""
+        shape, rows = self.shape, x.shape[1]
+        memory = states.layers[self.layer]
+        assert isinstance(memory, RecurrentState)
+        qkv, z, b, a = self.in_proj(x)
+        joined = mx.concatenate([memory.conv.astype(qkv.dtype), qkv], axis=1)
+        inputs = self._inputs(joined, b, a)
+        before = memory.state
+        out, state = gated_delta(inputs, before)
+
+        def after(count: int) -> Saved:
+            return replay_state(inputs, before, count), self._past(joined, count)
+
+        memory.update(states.step, (state, self._past(joined, rows)), after)
+        z = z.astype(mx.float32).reshape(1, rows, shape.value_heads, shape.value_dim)
+        out = self.norm(out) * self.gate(z)
+        return self.out_proj(out.reshape(1, rows, shape.values).astype(x.dtype))
+
+    def _inputs(self, joined: mx.array, b: mx.array, a: mx.array) -> DeltaInputs:
+        shape, rows = self.shape, b.shape[1]
+        mixed = silu(causal_conv(joined.astype(mx.float32), self.kernel))
+        q, k, v = mx.split(mixed, [shape.keys, 2 * shape.keys], axis=-1)
+        heads = (1, rows, shape.key_heads, shape.key_dim)
+        return DeltaInputs(
+            l2_norm(q.reshape(heads), self.q_scale),
+            l2_norm(k.reshape(heads), self.k_scale),
+            v.reshape(1, rows, shape.value_heads, shape.value_dim),
+            decay_of(a, self.rate, self.dt_bias),
+            mx.sigmoid(b.astype(mx.float32)),
+        )
+
+    def _past(self, joined: mx.array, count: int) -> mx.array:
+        """The convolution inputs that the row after `count` rows reads; a copy, so that the
+        pass's whole input does not stay alive behind a view.
+        """
+        return mx.contiguous(joined[:, count : count + self.shape.taps - 1])
