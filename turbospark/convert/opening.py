@@ -62,7 +62,8 @@ def open_folder(files: Files) -> Checkpoint:
     family = family_for_model_type(str(config.get("model_type")))
     source = SafetensorsSource(files, config)
     _check_layers(config.get("num_hidden_layers"), "config.json: num_hidden_layers", source.tensors)
-    family_config = family.read_config(ConfigReader(config, "config.json"))
+    source.config = family.complete_config(config, {n: t.shape for n, t in source.tensors.items()})
+    family_config = family.read_config(ConfigReader(source.config, "config.json"))
     return _planned(Checkpoint(source, family, family.pieces, family_config))
 
 
