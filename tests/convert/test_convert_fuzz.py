@@ -85,12 +85,24 @@ def test_absurd_sizes_are_refused_before_anything_is_made_that_large(
         open_checkpoint(save_folder(tmp_path / "f", tensors, settings))
 
 
-def test_absurd_numbers_in_gguf_metadata_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("block_count", r"llama\.block_count = 4294967295; the checkpoint has 21 tensors"),
+        ("attention.head_count", r"blk\.0\.attn_q\.weight has shape"),
+        ("attention.key_length", r"blk\.0\.attn_q\.weight has shape"),
+    ],
+)
+def test_absurd_numbers_in_gguf_metadata_are_refused(
+    tmp_path: Path, key: str, message: str
+) -> None:
     path = save_gguf(tmp_path / "m.gguf", llama_tensors(), "F16")
     data = path.read_bytes()
-    at = data.index(b"llama.block_count") + len("llama.block_count") + 4
-    path.write_bytes(data[:at] + (2**32 - 1).to_bytes(4, "little") + data[at + 4 :])
-    with pytest.raises(SourceError, match=r"llama\.block_count = 4294967295; the checkpoint has"):
+    uint32 = b"\x04\0\0\0"
+    at = data.index(f"llama.{key}".encode() + uint32) + len(f"llama.{key}") + 4
+    huge = 2**32 - 1 if key == "block_count" else 2**31 - 2
+    path.write_bytes(data[:at] + huge.to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(SourceError, match=message):
         open_checkpoint(path)
 
 
