@@ -118,6 +118,15 @@ def test_sidecars_are_copied_and_other_files_are_not(llama: Path, tmp_path: Path
         assert install.manifest.extension["hasTokenizer"] is True
 
 
+def test_a_sidecar_of_absurd_size_is_refused(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (llama / "tokenizer.json").write_text("x" * 2000)
+    monkeypatch.setattr("turbospark.convert.safetensors.MAX_SIDECAR_BYTES", 1999)
+    with pytest.raises(SourceError, match=r"tokenizer\.json: 2000 bytes; expected at most 1999"):
+        run(llama, tmp_path / "out.gturbo")
+
+
 def test_a_sentencepiece_only_tokenizer_is_reported(llama: Path, tmp_path: Path) -> None:
     (llama / "tokenizer.model").write_bytes(b"x")
     with pytest.warns(UserWarning, match=r"tokenizer\.model but no tokenizer\.json"):
@@ -633,6 +642,12 @@ def test_an_existing_install_is_kept_unless_forced(llama: Path, tmp_path: Path) 
     assert (dest / "manifest.json").read_bytes() == before
     run(llama, dest, bits=8, group_size=32, force=True)
     assert (dest / "manifest.json").read_bytes() != before
+
+
+def test_an_existing_destination_is_refused_before_the_source_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "out.gturbo").mkdir()
+    with pytest.raises(InstallExistsError):
+        run(tmp_path / "no such source", tmp_path / "out.gturbo")
 
 
 def test_a_failed_replacement_keeps_the_old_install(llama: Path, tmp_path: Path) -> None:

@@ -163,6 +163,14 @@ def test_scales_that_are_not_finite_are_refused_by_name(
         opened.read("weights")
 
 
+def test_an_mxfp4_scale_that_is_not_a_number_is_refused_by_name(tmp_path: Path) -> None:
+    data = random_blocks("MXFP4", (2, 64))
+    data[1, 17] = 255
+    opened = source(write(tmp_path / "m.gguf", {"weights": ("MXFP4", data)}))
+    with pytest.raises(SourceError, match=r"tensor weights \(MXFP4\) holds a scale"):
+        opened.read("weights")
+
+
 def test_without_the_gguf_package_only_the_types_it_decodes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
