@@ -171,8 +171,7 @@ class GatedDeltaNet:
     def __call__(self, x: mx.array, states: LayerStates) -> mx.array:
         """x [1, L, H] -> [1, L, H]; the layer's memory moves on by L rows."""
         shape, rows = self.shape, x.shape[1]
-        memory = states.layers[self.layer]
-        assert isinstance(memory, RecurrentState)
+        memory: RecurrentState = states.layers[self.layer]
         qkv, z, b, a = self.in_proj(x)
         joined = mx.concatenate([memory.conv.astype(qkv.dtype), qkv], axis=1)
         inputs = self._inputs(joined, b, a)
