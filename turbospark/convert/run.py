@@ -81,14 +81,14 @@ def convert(
     with open_checkpoint(Path(source).expanduser()) as checkpoint:
         while True:
             try:
-                return _write(checkpoint, dest, request, force, progress, origin or Origin())
+                return write_install(checkpoint, dest, request, force, progress, origin or Origin())
             except CompanionOverflow as overflow:
                 assert isinstance(checkpoint.source, GGUFSource)  # nothing else raises it
                 checkpoint.source.widen(overflow.name)
                 checkpoint.make_plan()
 
 
-def _write(
+def write_install(
     checkpoint: Checkpoint,
     dest: Path,
     request: QuantRequest,
@@ -96,6 +96,7 @@ def _write(
     progress: bool,
     origin: Origin,
 ) -> Path:
+    """Write and publish the install of an opened checkpoint; returns `dest`."""
     source, plan = checkpoint.source, checkpoint.plan
     formats = choose_formats(plan, request)
     total = total_bytes(plan, formats)
