@@ -156,7 +156,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def child(source: str, dest: str, options: str) -> None:
     """Convert and print this process's peak, and what importing alone costs."""
-    from turbospark.convert import convert
+    from turbospark.conversion import convert
 
     base = peak_bytes()
     convert(source, dest, progress=False, **json.loads(options))

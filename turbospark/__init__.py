@@ -25,15 +25,35 @@ _EXPORTS = {
     "MtpPolicy": "turbospark.options",
     "DflashPolicy": "turbospark.options",
     "PhaseCounters": "turbospark.counters",
-    "convert": "turbospark.convert",
+    "convert": "turbospark.conversion",
     "pull": "turbospark.hub",
+    "synth": "turbospark.synthesis",
     "TurbosparkError": "turbospark.errors",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = [
+    "ArchConfig",
+    "DflashPolicy",
+    "DraftPolicies",
+    "ExpertResidency",
+    "GenerationOptions",
+    "GenerationResult",
+    "KvQuant",
+    "LoadGuard",
+    "MtpPolicy",
+    "OpenOptions",
+    "PhaseCounters",
+    "Runner",
+    "RuntimeToggles",
+    "TurbosparkError",
+    "__version__",
+    "convert",
+    "pull",
+    "synth",
+]
 
 if TYPE_CHECKING:
-    from turbospark.convert import convert
+    from turbospark.conversion import convert
     from turbospark.counters import PhaseCounters
     from turbospark.errors import TurbosparkError
     from turbospark.generation import GenerationResult
@@ -51,6 +71,7 @@ if TYPE_CHECKING:
         RuntimeToggles,
     )
     from turbospark.runner import Runner
+    from turbospark.synthesis import synth
 
 
 def __getattr__(name: str) -> Any:

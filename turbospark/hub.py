@@ -13,12 +13,12 @@ from typing import Any, BinaryIO, TypeVar
 
 from tqdm import tqdm
 
-from turbospark.convert import Origin, convert
-from turbospark.convert.gguf import shard_names
-from turbospark.convert.opening import Checkpoint, open_folder, open_gguf
-from turbospark.convert.quantize import Overrides, QuantRequest, choose_formats
-from turbospark.convert.safetensors import INDEX, SIDECARS, weight_files
-from turbospark.convert.source import listed
+from turbospark.conversion import Origin, convert
+from turbospark.conversion.gguf import shard_names
+from turbospark.conversion.opening import Checkpoint, open_folder, open_gguf
+from turbospark.conversion.quantize import Overrides, QuantRequest, choose_formats
+from turbospark.conversion.safetensors import INDEX, SIDECARS, weight_files
+from turbospark.conversion.source import listed
 from turbospark.errors import OptionError, SourceError
 from turbospark.install.models import install_path
 from turbospark.install.staging import check_destination

@@ -17,7 +17,7 @@ from in_memory import Tensors, random_tensors
 from safetensors.numpy import save_file
 
 from turbospark import families as registry
-from turbospark.convert import convert
+from turbospark.conversion import convert
 from turbospark.errors import TurbosparkError
 from turbospark.families import family_for_model_type
 from turbospark.families.config import ConfigReader

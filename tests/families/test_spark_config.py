@@ -12,7 +12,7 @@ import pytest
 from in_memory import Tensors, build, gathered, logits, random_tensors
 from safetensors.numpy import save_file
 
-from turbospark.convert import convert
+from turbospark.conversion import convert
 from turbospark.dtypes import Quant, Raw
 from turbospark.errors import SourceError, TurbosparkError
 from turbospark.families import family_for_gguf, family_for_model_type, family_for_wire

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turbospark.convert.gguf import GGUFSource
-from turbospark.convert.plan import Pieces, Plan, make_plan
-from turbospark.convert.safetensors import SafetensorsSource, read_config
-from turbospark.convert.source import Files, LocalFiles, TensorSource
+from turbospark.conversion.gguf import GGUFSource
+from turbospark.conversion.plan import Pieces, Plan, make_plan
+from turbospark.conversion.safetensors import SafetensorsSource, read_config
+from turbospark.conversion.source import Files, LocalFiles, TensorSource
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.families import family_for_gguf, family_for_model_type
 from turbospark.families.base import Family

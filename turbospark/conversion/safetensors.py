@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from turbospark.convert.mlx_quant import QuantConfig, check_method
-from turbospark.convert.source import (
+from turbospark.conversion.mlx_quant import QuantConfig, check_method
+from turbospark.conversion.source import (
     MAX_SIDECAR_BYTES,
     Files,
     SourceTensor,

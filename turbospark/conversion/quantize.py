@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from turbospark.convert.plan import Plan, Provider, expert_name
-from turbospark.convert.source import listed
+from turbospark.conversion.plan import Plan, Provider, expert_name
+from turbospark.conversion.source import listed
 from turbospark.dtypes import AFFINE_GROUPS, MODES, Format, Quant, Raw, affine
 from turbospark.errors import OptionError, UnsupportedError
 

@@ -20,7 +20,7 @@ from checkpoints import LLAMA, MOE, llama_tensors, moe_tensors, save_folder, sav
 from safetensors.numpy import save_file
 
 from turbospark import pull
-from turbospark.convert.safetensors import INDEX
+from turbospark.conversion.safetensors import INDEX
 from turbospark.errors import (
     InstallExistsError,
     OptionError,

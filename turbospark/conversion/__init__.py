@@ -1,5 +1,5 @@
 """From a checkpoint to an install."""
 
-from turbospark.convert.run import Origin, convert
+from turbospark.conversion.run import Origin, convert
 
 __all__ = ["Origin", "convert"]

@@ -21,9 +21,9 @@ from checkpoints import (
     store_experts,
 )
 
-from turbospark.convert.gguf import CompanionOverflow
-from turbospark.convert.opening import open_checkpoint
-from turbospark.convert.transfer import fetch
+from turbospark.conversion.gguf import CompanionOverflow
+from turbospark.conversion.opening import open_checkpoint
+from turbospark.conversion.transfer import fetch
 from turbospark.errors import SourceError, TurbosparkError
 
 ROUNDS = 60

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from turbospark.convert.safetensors import (
+from turbospark.conversion.safetensors import (
     INDEX,
     SafetensorsSource,
     read_config,
     read_entries,
     read_header,
 )
-from turbospark.convert.source import LocalFiles
+from turbospark.conversion.source import LocalFiles
 from turbospark.dtypes import MXFP4, Quant, Raw
 from turbospark.errors import SourceError, UnsupportedError
 

@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from turbospark.convert import ggml
-from turbospark.convert.gguf import CompanionOverflow, GGUFSource, read_shards
-from turbospark.convert.gguf_header import GGUFHeader, read_header
-from turbospark.convert.source import LocalFiles
+from turbospark.conversion import ggml
+from turbospark.conversion.gguf import CompanionOverflow, GGUFSource, read_shards
+from turbospark.conversion.gguf_header import GGUFHeader, read_header
+from turbospark.conversion.source import LocalFiles
 from turbospark.dtypes import Quant
 from turbospark.errors import MissingDependencyError, SourceError, UnsupportedError
 
@@ -104,7 +104,7 @@ def test_the_reference_quantizer_round_trips(tmp_path: Path, name: str) -> None:
 def test_tensors_larger_than_one_chunk_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turbospark.convert.gguf._CHUNK_VALUES", 256)
+    monkeypatch.setattr("turbospark.conversion.gguf._CHUNK_VALUES", 256)
     for name in ("Q4_1", "Q5_K", "Q6_K", "MXFP4"):
         data = random_blocks(name, (9, 256))
         got = source(write(tmp_path / f"{name}.gguf", {"x": (name, data)})).read("x")

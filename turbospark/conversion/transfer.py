@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import mlx.core as mx
 
-from turbospark.convert.plan import Plan, Provider, expert_name
-from turbospark.convert.quantize import changed
-from turbospark.convert.source import TensorSource
+from turbospark.conversion.plan import Plan, Provider, expert_name
+from turbospark.conversion.quantize import changed
+from turbospark.conversion.source import TensorSource
 from turbospark.dtypes import Format, Quant
 from turbospark.install.packed import PackedWriter, RecordLayout
 from turbospark.install.planes import Planes, empty_planes, host_view, quantize

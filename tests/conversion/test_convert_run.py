@@ -34,7 +34,7 @@ from checkpoints import (
     store_experts,
 )
 
-from turbospark.convert import convert
+from turbospark.conversion import convert
 from turbospark.errors import (
     InstallExistsError,
     ModelFormatError,
@@ -122,7 +122,7 @@ def test_a_sidecar_of_absurd_size_is_refused(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (llama / "tokenizer.json").write_text("x" * 2000)
-    monkeypatch.setattr("turbospark.convert.safetensors.MAX_SIDECAR_BYTES", 1999)
+    monkeypatch.setattr("turbospark.conversion.safetensors.MAX_SIDECAR_BYTES", 1999)
     with pytest.raises(SourceError, match=r"tokenizer\.json: 2000 bytes; expected at most 1999"):
         run(llama, tmp_path / "out.gturbo")
 
@@ -271,7 +271,7 @@ def test_bits_quantize_matrices_as_mlx_does_and_leave_vectors(llama: Path, tmp_p
 def test_rows_are_quantized_in_blocks_without_a_seam(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turbospark.convert.transfer._BLOCK_VALUES", 3 * HIDDEN)
+    monkeypatch.setattr("turbospark.conversion.transfer._BLOCK_VALUES", 3 * HIDDEN)
     array = llama_tensors()["model.embed_tokens.weight"]
     with Install.open(run(llama, tmp_path / "out.gturbo", bits=8, group_size=32)) as install:
         got = dense(install.resident.read("model.embed_tokens.weight"))
@@ -455,8 +455,8 @@ def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr("turbospark.convert.safetensors.read_into", refuse)
-    monkeypatch.setattr("turbospark.convert.gguf.read_into", refuse)
+    monkeypatch.setattr("turbospark.conversion.safetensors.read_into", refuse)
+    monkeypatch.setattr("turbospark.conversion.gguf.read_into", refuse)
 
 
 EXPERT_FAULTS: dict[str, tuple[Any, str]] = {
@@ -617,7 +617,7 @@ def test_a_killed_conversion_leaves_nothing_that_opens(llama: Path, tmp_path: Pa
         "    print('writing', flush=True)\n"
         "    time.sleep(60)\n"
         "ResidentWriter.write = write\n"
-        "from turbospark.convert import convert\n"
+        "from turbospark.conversion import convert\n"
         "convert(sys.argv[1], sys.argv[2], progress=False)\n"
     )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -665,7 +665,7 @@ def test_a_disk_too_small_is_refused_with_both_numbers(
     import shutil
 
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("turbospark.convert.run.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("turbospark.conversion.run.shutil.disk_usage", lambda path: usage)
     with pytest.raises(TurbosparkError, match=r"needs \d+ bytes, the disk has 1000 free"):
         run(llama, tmp_path / "out.gturbo")
 

@@ -16,11 +16,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from turbospark.convert.opening import Checkpoint
-from turbospark.convert.plan import Plan, Provider, expert_name, role_shape, roles
-from turbospark.convert.quantize import Overrides, QuantRequest, choose_formats
-from turbospark.convert.run import Origin, write_install
-from turbospark.convert.source import SourceTensor
+from turbospark.conversion.opening import Checkpoint
+from turbospark.conversion.plan import Plan, Provider, expert_name, role_shape, roles
+from turbospark.conversion.quantize import Overrides, QuantRequest, choose_formats
+from turbospark.conversion.run import Origin, write_install
+from turbospark.conversion.source import SourceTensor
 from turbospark.dtypes import RAW_BYTES, Format, Quant, Raw
 from turbospark.errors import OptionError
 from turbospark.families import family_for_model_type

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from turbospark.convert.source import SHOWN_NAMES, SourceTensor, listed
+from turbospark.conversion.source import SHOWN_NAMES, SourceTensor, listed
 from turbospark.dtypes import Format
 from turbospark.errors import SourceError, TurbosparkError, UnsupportedError
 from turbospark.families.base import ExpertShape, Family, Piece

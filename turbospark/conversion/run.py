@@ -18,9 +18,9 @@ from typing import Any
 from tqdm import tqdm
 
 from turbospark import __version__
-from turbospark.convert.gguf import CompanionOverflow, GGUFSource
-from turbospark.convert.opening import Checkpoint, open_checkpoint
-from turbospark.convert.quantize import (
+from turbospark.conversion.gguf import CompanionOverflow, GGUFSource
+from turbospark.conversion.opening import Checkpoint, open_checkpoint
+from turbospark.conversion.quantize import (
     ROUTER,
     Overrides,
     QuantRequest,
@@ -28,7 +28,7 @@ from turbospark.convert.quantize import (
     is_matrix,
     targets,
 )
-from turbospark.convert.transfer import total_bytes, write_experts, write_resident
+from turbospark.conversion.transfer import total_bytes, write_experts, write_resident
 from turbospark.dtypes import Format
 from turbospark.errors import TurbosparkError
 from turbospark.install.quant import quant_block

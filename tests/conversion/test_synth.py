@@ -15,7 +15,7 @@ from turbospark.dtypes import MXFP4, MXFP8, NVFP4, Format, Raw, affine
 from turbospark.errors import InstallExistsError, OptionError, UnsupportedError
 from turbospark.families import families
 from turbospark.install.opening import Install
-from turbospark.synth import CONFIGS, RandomSource, _formatted, _plan, synth, synth_config
+from turbospark.synthesis import CONFIGS, RandomSource, _formatted, _plan, synth, synth_config
 
 
 def make(model_type: str, dest: Path, **options: Any) -> Path:

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from turbospark.convert.ggml import CODECS, type_name
-from turbospark.convert.source import Files
+from turbospark.conversion.ggml import CODECS, type_name
+from turbospark.conversion.source import Files
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.install.files import printable
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from turbospark.convert.ggml import CODECS, Codec, load_decoder, type_name
-from turbospark.convert.gguf_header import GGUFHeader, GGUFTensor, read_header
-from turbospark.convert.source import Files, SourceTensor, listed, read_into
+from turbospark.conversion.ggml import CODECS, Codec, load_decoder, type_name
+from turbospark.conversion.gguf_header import GGUFHeader, GGUFTensor, read_header
+from turbospark.conversion.source import Files, SourceTensor, listed, read_into
 from turbospark.dtypes import Quant, Raw
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.install.planes import Planes, empty_planes, host_view
