@@ -79,7 +79,7 @@ class Engine:
         return self.kept
 
     def prefill_steps(self, ids: Sequence[int], kept: int) -> Iterator[tuple[int, mx.array | None]]:
-        """Feed ids[kept:] chunk by chunk; yields (tokens held, None), last (all, logits [vocab])."""
+        """Feed ids[kept:] chunk by chunk; yields (tokens held, None), last (all, [vocab])."""
         yield from self.feed(ids[kept:], kept, self.prefill_chunk)
 
     def step(self, token: int) -> mx.array:
@@ -167,7 +167,7 @@ class Engine:
         session, states, clock = self.pool.live, self.states, self.clock
         if session.record.tainted:
             raise SessionBrokenError(
-                "the last pass on this session failed, so its cache cannot be continued; call reset()"
+                "the last pass on this session failed and its cache cannot be continued; call reset()"
             )
         self.check_room(len(ids))
         try:

@@ -160,7 +160,7 @@ class ReadError(ModelFormatError):
 
 
 def _debug(value: object) -> str:
-    """Values as the original prints them: strings quoted, floats with a decimal, lists bracketed."""
+    """As the original prints it: strings quoted, floats with a decimal, lists bracketed."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -181,9 +181,7 @@ class Runner:
         with self._exclusive() as engine:
             tokens = engine.check(ids)
             engine.check_room(len(tokens))
-            logits = None
-            for _, logits in engine.feed(tokens, 0, chunk or engine.prefill_chunk):
-                pass
+            *_, (_, logits) = engine.feed(tokens, 0, chunk or engine.prefill_chunk)
             assert logits is not None
             return logits
 
@@ -359,7 +357,7 @@ class Runner:
 
     @property
     def toggles(self) -> LiveToggles:
-        """The eight switches, assignable; `toggles.has_effect(name)` tells which this model reads."""
+        """The eight switches, assignable; `has_effect(name)` tells which this model reads."""
         return self._open_engine().toggles
 
     @property

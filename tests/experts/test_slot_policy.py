@@ -82,7 +82,7 @@ def test_an_avoided_slot_still_serves_hits():
 
 
 def test_a_request_larger_than_the_cache_is_refused_with_both_numbers():
-    with pytest.raises(OptionError, match="expert_cache_slots=2 .* at least 3"):
+    with pytest.raises(OptionError, match=r"expert_cache_slots=2 .* at least 3"):
         SlotCache(2, 10).plan([0, 1, 2])
 
 

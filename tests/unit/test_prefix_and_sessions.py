@@ -140,5 +140,5 @@ def test_sessions_are_allocated_at_once():
 
 
 def test_a_ring_below_its_window_is_refused():
-    with pytest.raises(UnsupportedError, match="swa_ring_capacity 4 is below .* window 8"):
+    with pytest.raises(UnsupportedError, match=r"swa_ring_capacity 4 is below .* window 8"):
         LayerStates([RingSpec(1, 4, 4, 8)], 600, mx.float32, 4)

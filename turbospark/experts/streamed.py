@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -74,7 +75,7 @@ class StreamedExperts:
                 RecordReader(layer),
             )
         order = sorted(self.layers)
-        self._next = dict(zip(order, order[1:], strict=False))
+        self._next = dict(pairwise(order))
 
     @property
     def nbytes(self) -> int:

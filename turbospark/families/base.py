@@ -40,9 +40,8 @@ class ExpertShape:
 class Piece:
     """One canonical tensor (or one part of the routed experts) found in a source tensor.
 
-    Resident: `target` is the canonical name; with `part` = (index, count) the tensor's rows are
-    that part of the target's rows. Routed: `target` is None, `layer` and `role` ("gate", "up",
-    "down", or "gate_bias", ...) say where it goes; `expert` is its number, or None when the
+    Resident: `target` is the canonical name. Routed: `target` is None, `layer` and `role` ("gate",
+    "up", "down", or "gate_bias", ...) say where it goes; `expert` is its number, or None when the
     source's leading axis counts the experts. `rows` picks rows of the source (of each expert's
     matrix when stacked); `transform` is applied to the picked planes (of one expert at a time).
     """

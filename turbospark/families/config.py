@@ -69,7 +69,9 @@ def _flatten_rope(config: dict[str, Any]) -> None:
 class ConfigReader:
     """Typed access to one configuration; every complaint names the key and the value found."""
 
-    def __init__(self, values: Mapping[builtins.str, Any], where: builtins.str = "config.json") -> None:
+    def __init__(
+        self, values: Mapping[builtins.str, Any], where: builtins.str = "config.json"
+    ) -> None:
         self.values = values
         self.where = where
 
@@ -81,7 +83,9 @@ class ConfigReader:
         value = self.values.get(key)
         return default if value is None else value
 
-    def int(self, key: builtins.str, default: builtins.int | None = None, minimum: builtins.int = 1) -> builtins.int:
+    def int(
+        self, key: builtins.str, default: builtins.int | None = None, minimum: builtins.int = 1
+    ) -> builtins.int:
         """A whole number >= minimum."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
@@ -113,7 +117,9 @@ class ConfigReader:
             raise self._bad(key, value, "a string")
         return value
 
-    def list(self, key: builtins.str, length: builtins.int | None = None) -> builtins.list[Any] | None:
+    def list(
+        self, key: builtins.str, length: builtins.int | None = None
+    ) -> builtins.list[Any] | None:
         """A list, of `length` entries if given; None when absent."""
         value = self.raw(key)
         if value is None:
@@ -142,7 +148,9 @@ class ConfigReader:
                 f"{self.where}: {key} = {value!r} is not supported; supported: {allowed}"
             )
 
-    def layer_types(self, count: builtins.int, supported: tuple[builtins.str, ...]) -> builtins.list[builtins.str] | None:
+    def layer_types(
+        self, count: builtins.int, supported: tuple[builtins.str, ...]
+    ) -> builtins.list[builtins.str] | None:
         """`layer_types` with each entry checked; None when absent."""
         kinds = self.list("layer_types", count)
         for i, kind in enumerate(kinds or ()):

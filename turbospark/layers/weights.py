@@ -40,7 +40,8 @@ class Weights:
     """Named tensors as layers in `dtype`; quantized companions follow it, packed words stay.
 
     With `expand`, quantized matrices are unpacked to `dtype` and dense ones laid out for the CPU
-    back end, which multiplies dense rows faster than packed ones. `shapes` are the family's; every read is checked against them.
+    back end, which multiplies dense rows faster than packed ones. `shapes` are the family's; every
+    read is checked against them.
     """
 
     def __init__(

@@ -1,0 +1,237 @@
+"""Decode and prefill side by side with mlx-lm on one GPU, both on the same weights in memory.
+
+    python benchmarks/gpu_vs_mlx_lm.py [--case llama-8b] [--case qwen3-30b-a3b] [--out FILE]
+
+Weights are random, 4-bit group 64 with bfloat16 companions, of the real models' shapes; nothing is
+downloaded. mlx-lm builds its model first, and turbospark's layers are built from the same arrays.
+Needs mlx-lm: pip install mlx-lm==0.32.2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from turbospark.cache.pool import SessionPool
+from turbospark.cache.state import LayerStates
+from turbospark.counters import PhaseClock
+from turbospark.dtypes import Quant, Raw
+from turbospark.engine import Engine
+from turbospark.experts.mlp import ExpertMLP, StackedMatrix
+from turbospark.experts.resident import ResidentExperts
+from turbospark.families import family_for_model_type
+from turbospark.families.config import ConfigReader
+from turbospark.install.planes import Planes
+from turbospark.layers.weights import Weights
+from turbospark.options import LiveToggles, RuntimeToggles
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama-8b": dict(
+        model_type="llama",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+    ),
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        rope_theta=1000000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        max_position_embeddings=40960,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+}
+PREFILL = {"llama-8b": 8192, "qwen3-30b-a3b": 4096}
+
+
+def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
+    """mlx-lm's model of that shape, quantized, with random words in place of weights."""
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+
+    def wanted(path: str, layer: nn.Module) -> bool | dict[str, int]:
+        if path.endswith("mlp.gate"):
+            return {"group_size": 64, "bits": 8}
+        return hasattr(layer, "to_quantized")
+
+    nn.quantize(model, group_size=64, bits=4, class_predicate=wanted)
+    model.update(tree_map(random_like, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def random_like(array: mx.array) -> mx.array:
+    """Random words for packed weights, small numbers for companions, ones for norms."""
+    if array.dtype == mx.uint32:
+        values = mx.random.randint(0, 2**31 - 1, array.shape, dtype=mx.int32).astype(mx.uint32)
+    elif array.ndim == 1:
+        values = mx.ones(array.shape, mx.bfloat16)
+    else:
+        values = (mx.random.normal(array.shape) * 0.002).astype(mx.bfloat16)
+    mx.eval(values)
+    return values
+
+
+class SharedTensors:
+    """The peer's arrays under canonical names, as an install's resident index would give them."""
+
+    def __init__(self, model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.arrays = dict(tree_flatten(model.parameters()))
+        self.shapes = shapes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def read(self, name: str) -> Planes:
+        return self.planes(name.removesuffix(".weight"), self.shapes[name])
+
+    def planes(self, module: str, shape: tuple[int, ...]) -> Planes:
+        weight = self.arrays[f"{module}.weight"]
+        scales = self.arrays.get(f"{module}.scales")
+        if scales is None:
+            return Planes(Raw("bfloat16"), shape, weight)
+        bits = weight.shape[-1] * 32 // shape[-1]
+        fmt = Quant("affine", bits, 64, "bfloat16")
+        return Planes(fmt, shape, weight, scales, self.arrays[f"{module}.biases"])
+
+
+def turbospark_engine(model: nn.Module, config: dict[str, Any], context: int) -> Engine:
+    """Our engine over the same arrays."""
+    family = family_for_model_type(config["model_type"])
+    ours = family.read_config(ConfigReader(config))
+    tensors = SharedTensors(model, family.weight_shapes(ours))
+    toggles = LiveToggles(RuntimeToggles())
+    layers = {}
+    for i, shape in family.expert_shapes(ours).items():
+        matrices = []
+        for name in ("gate", "up", "down"):
+            stacked = (shape.count, *shape.matrix(name))
+            planes = tensors.planes(f"model.layers.{i}.mlp.switch_mlp.{name}_proj", stacked)
+            matrices.append(StackedMatrix(planes.fmt, planes.weight, planes.scales, planes.biases))
+        layers[i] = ExpertMLP(*matrices, family.expert_activation(ours))
+    store = ResidentExperts(layers, toggles) if layers else None
+    weights = Weights(tensors, tensors.shapes, mx.bfloat16)
+    built = family.build(ours, weights, store)
+    pool = SessionPool(1, lambda: LayerStates(built.cache_specs, context, mx.bfloat16))
+    return Engine(
+        built,
+        store,
+        pool,
+        toggles,
+        device=mx.default_device(),
+        max_context=context,
+        prefill_chunk=2048,
+        prefix_reuse=False,
+        clock=PhaseClock(),
+    )
+
+
+def peer_decode(model: nn.Module, prompt: list[int], tokens: int) -> tuple[float, float]:
+    """(prefill tokens/s, decode tokens/s) of mlx-lm, its own loop."""
+    from mlx_lm.generate import generate_step
+
+    start = time.perf_counter()
+    steps = generate_step(mx.array(prompt), model, max_tokens=tokens, prefill_step_size=2048)
+    next(steps)
+    first = time.perf_counter()
+    count = sum(1 for _ in steps)
+    return len(prompt) / (first - start), count / (time.perf_counter() - first)
+
+
+def our_decode(engine: Engine, prompt: list[int], tokens: int) -> tuple[float, float]:
+    """The same of turbospark."""
+    engine.begin(prompt)
+    start = time.perf_counter()
+    *_, (_, logits) = engine.prefill_steps(prompt, 0)
+    token = int(mx.argmax(logits).item())
+    first = time.perf_counter()
+    for _ in range(tokens - 1):
+        token = int(mx.argmax(engine.step(token)).item())
+    return len(prompt) / (first - start), (tokens - 1) / (time.perf_counter() - first)
+
+
+def run_case(name: str, rounds: int, tokens: int, contexts: list[int]) -> list[dict[str, Any]]:
+    config = CASES[name]
+    model = mlx_lm_model(config)
+    engine = turbospark_engine(model, config, max(*contexts, PREFILL[name]) + tokens + 8)
+    rows = []
+    for length in sorted({*contexts, PREFILL[name]}):
+        prompt = mx.random.randint(0, 100_000, (length,)).tolist()
+        sides = {"mlx-lm": [], "turbospark": []}
+        for _ in range(rounds + 1):
+            sides["mlx-lm"].append(peer_decode(model, prompt, tokens))
+            sides["turbospark"].append(our_decode(engine, prompt, tokens))
+        row: dict[str, Any] = {"case": name, "context": length}
+        for k, what in enumerate(("prefill", "decode")):
+            medians = {s: statistics.median(r[k] for r in v[1:]) for s, v in sides.items()}
+            row[what] = {**medians, "ratio": medians["turbospark"] / medians["mlx-lm"]}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", choices=list(CASES))
+    parser.add_argument("--context", action="append", type=int)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if not mx.is_available(mx.gpu):
+        raise SystemExit("no GPU back end: install turbospark[cuda13] on Linux, or run on a Mac")
+    rows = []
+    for name in args.case or CASES:
+        rows += run_case(name, args.rounds, args.tokens, args.context or [512])
+        mx.clear_cache()
+    report = {
+        "command": "python benchmarks/gpu_vs_mlx_lm.py",
+        "gpu": gpu_name(),
+        "versions": {n: version(n) for n in ("mlx", "mlx-lm")},
+        "rows": rows,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def gpu_name() -> str:
+    info = mx.device_info(mx.Device(mx.gpu)) if hasattr(mx, "device_info") else {}
+    name = info.get("device_name")
+    if name:
+        return str(name)
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
