@@ -33,6 +33,7 @@ from turbospark.experts.resident import ResidentExperts
 from turbospark.families import family_for_model_type
 from turbospark.families.config import ConfigReader
 from turbospark.install.planes import Planes
+from turbospark.kernels.choices import choices
 from turbospark.layers.weights import Weights
 from turbospark.options import LiveToggles, RuntimeToggles
 
@@ -131,6 +132,7 @@ def turbospark_engine(model: nn.Module, config: dict[str, Any], context: int) ->
     ours = family.read_config(ConfigReader(config))
     tensors = SharedTensors(model, family.weight_shapes(ours))
     toggles = LiveToggles(RuntimeToggles())
+    best = choices(mx.default_device())
     layers = {}
     for i, shape in family.expert_shapes(ours).items():
         matrices = []
@@ -138,9 +140,11 @@ def turbospark_engine(model: nn.Module, config: dict[str, Any], context: int) ->
             stacked = (shape.count, *shape.matrix(name))
             planes = tensors.planes(f"model.layers.{i}.mlp.switch_mlp.{name}_proj", stacked)
             matrices.append(StackedMatrix(planes.fmt, planes.weight, planes.scales, planes.biases))
-        layers[i] = ExpertMLP(*matrices, family.expert_activation(ours))
+        layers[i] = ExpertMLP(
+            *matrices, family.expert_activation(ours), padded_routes=best.padded_routes
+        )
     store = ResidentExperts(layers, toggles) if layers else None
-    weights = Weights(tensors, tensors.shapes, mx.bfloat16)
+    weights = Weights(tensors, tensors.shapes, mx.bfloat16, unpack_rows=best.unpack_rows)
     built = family.build(ours, weights, store)
     pool = SessionPool(1, lambda: LayerStates(built.cache_specs, context, mx.bfloat16))
     return Engine(
@@ -150,7 +154,7 @@ def turbospark_engine(model: nn.Module, config: dict[str, Any], context: int) ->
         toggles,
         device=mx.default_device(),
         max_context=context,
-        prefill_chunk=2048,
+        prefill_chunk=best.prefill_chunk,
         prefix_reuse=False,
         clock=PhaseClock(),
     )

@@ -48,7 +48,6 @@ from turbospark.policies import (
 
 DEFAULT_MAX_CONTEXT = 4096
 EXPERT_CACHE_SLOTS = 16
-AUTO_PREFILL_CHUNK = 512
 MAX_TOP_K = 256
 
 # --- fields whose types live on higher floors ---------------------------------------------------
@@ -171,7 +170,7 @@ class OpenOptions(FrozenOptions):
     prefill_chunk: PrefillChunk = option(
         "auto",
         "'off', 'auto' or a power of two 32..4096",
-        f"prompt tokens per forward pass; 'auto' is {AUTO_PREFILL_CHUNK}",
+        "prompt tokens per forward pass; 'auto' is 512, and 4096 on CUDA",
     )
     swa_ring_capacity: Positive | None = option(
         None, "an integer >= the window, or None", "slots of a sliding-window cache (for testing)"
@@ -339,7 +338,6 @@ class GenerationOptions(FrozenOptions):
 
 __all__ = [
     "AUTO_DRAFT_WIDTH",
-    "AUTO_PREFILL_CHUNK",
     "DEFAULT_MAX_CONTEXT",
     "EXPERT_CACHE_SLOTS",
     "MAX_DRAFT_WIDTH",

@@ -18,7 +18,8 @@ from turbospark.errors import OptionError, UnsupportedError
 from turbospark.families.base import Family
 from turbospark.install.opening import Install
 from turbospark.install.planes import MX_DTYPES
-from turbospark.options import AUTO_PREFILL_CHUNK, ExpertResidency, KvQuant, OpenOptions
+from turbospark.kernels.choices import choices
+from turbospark.options import ExpertResidency, KvQuant, OpenOptions
 from turbospark.sizing import (
     Load,
     auto_context,
@@ -63,6 +64,8 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
     refuse_unsupported(options, family)
     device = resolve_device(options.device)
     residency, slots = _experts(options, install)
+    best = choices(mx.Device(getattr(mx, device)))
+    chunks = {"off": None, "auto": best.prefill_chunk}
     chunk = options.prefill_chunk
     return Resolved(
         family=family.name,
@@ -71,7 +74,7 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         dtype=_dtype(options.dtype, device, install),
         weights="expanded" if device == "cpu" else "packed",
         max_context=0 if options.max_context == "auto" else options.max_context,
-        prefill_chunk={"off": None, "auto": AUTO_PREFILL_CHUNK}.get(str(chunk), chunk),  # type: ignore[arg-type]
+        prefill_chunk=chunks[chunk] if isinstance(chunk, str) else chunk,
         session_slots=options.session_slots,
         prefix_reuse=options.prefix_reuse,
         expert_residency=residency,

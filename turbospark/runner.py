@@ -38,6 +38,7 @@ from turbospark.install.models import resolve as resolve_path
 from turbospark.install.opening import Install
 from turbospark.install.packed import PackedLayout
 from turbospark.install.planes import MX_DTYPES
+from turbospark.kernels.choices import choices
 from turbospark.layers.weights import Weights
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.resolve import Resolved, resolve, resolve_context
@@ -122,6 +123,7 @@ class Runner:
                 family.weight_shapes(config),
                 dtype,
                 expand=resolved.weights == "expanded",
+                unpack_rows=choices(device).unpack_rows,
             )
             store = None
             if install.experts is not None:
@@ -429,7 +431,8 @@ def open_experts(
     """The expert store of the resolved residency."""
     strided = resolved.device == "cpu" or mx.metal.is_available()
     if resolved.expert_residency == "resident":
-        return load_resident(layout, activation, MX_DTYPES[resolved.dtype], toggles)
+        padded = choices(mx.Device(getattr(mx, resolved.device))).padded_routes
+        return load_resident(layout, activation, MX_DTYPES[resolved.dtype], toggles, padded)
     if resolved.expert_residency == "mapped":
         return MappedExperts(layout, activation, strided=strided, clock=clock, toggles=toggles)
     return StreamedExperts(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from turbospark.dtypes import Quant, Raw
 from turbospark.experts.base import Activation
@@ -15,6 +16,9 @@ from turbospark.experts.base import Activation
 # From this many (token, rank) routes on, rows are sorted by expert so that each expert's weights
 # are walked once.
 SORT_FROM = 64
+
+BLOCK_BYTES = 2 << 30
+"""Unpacked weights of one padded batch."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,26 @@ class StackedMatrix:
             )
         return y if self.bias is None else y + self.bias[which][..., None, :]
 
+    def unpacked(self, first: int, last: int, dtype: mx.Dtype) -> mx.array:
+        """Dense weights [last - first, rows, cols] of experts first .. last - 1."""
+        part = slice(first, last)
+        if not isinstance(self.fmt, Quant) or self.scales is None:
+            return self.weight[part].astype(dtype)
+        biases = None if self.biases is None else self.biases[part]
+        return mx.dequantize(
+            self.weight[part],
+            self.scales[part],
+            biases,
+            group_size=self.fmt.group_size,
+            bits=self.fmt.bits,
+            mode=self.fmt.mode,
+        ).astype(dtype)
+
+    def batch(self, x: mx.array, first: int, last: int) -> mx.array:
+        """x [n, rows, in] of experts first .. last - 1 -> [n, rows, out]."""
+        y = x @ self.unpacked(first, last, x.dtype).swapaxes(-1, -2)
+        return y if self.bias is None else y + self.bias[first:last, None, :]
+
     def arrays(self) -> list[mx.array]:
         """The arrays held."""
         held = (self.weight, self.scales, self.biases, self.bias)
@@ -59,18 +83,24 @@ class StackedMatrix:
 
 @dataclass(frozen=True)
 class ExpertMLP:
-    """down(activation(gate(x), up(x))) of the chosen experts, weighted and summed."""
+    """down(activation(gate(x), up(x))) of the chosen experts, weighted and summed.
+
+    From `padded_routes` routes on, experts are unpacked and multiplied as padded batches.
+    """
 
     gate: StackedMatrix
     up: StackedMatrix
     down: StackedMatrix
     activation: Activation
+    padded_routes: int | None = None
 
     def __call__(self, x: mx.array, which: mx.array, weights: mx.array) -> mx.array:
         """x [T, H], which uint32 [T, k], weights [T, k] -> [T, H]."""
         tokens, k = which.shape
         if which.size < SORT_FROM:
             return weighted_sum(self.routes(x, which), weights)
+        if self.padded_routes is not None and which.size >= self.padded_routes:
+            return weighted_sum(padded_routes(self, x, np.array(which)), weights)
         flat = which.flatten()
         order = mx.argsort(flat)
         y = self.sorted_routes(x[order // k], flat[order])
@@ -100,3 +130,39 @@ def weighted_sum(outputs: mx.array, weights: mx.array) -> mx.array:
     for rank in range(1, scaled.shape[1]):
         total = total + scaled[:, rank]
     return total
+
+
+def padded_routes(mlp: ExpertMLP, x: mx.array, which: np.ndarray) -> mx.array:
+    """x [T, H], which [T, k] -> the output of each route, [T, k, H], as dense batched products.
+
+    Each expert's rows are padded to the longest in its block, a block holding as many experts as
+    unpack into `BLOCK_BYTES`; experts nobody chose are left out.
+    """
+    tokens, k = which.shape
+    flat = which.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    counts = np.bincount(flat, minlength=mlp.gate.weight.shape[0])
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    rows, columns = mlp.down.weight.shape[-2], x.shape[-1]
+    width = mlp.gate.weight.shape[-2]
+    block = max(1, BLOCK_BYTES // (3 * width * max(rows, columns) * x.dtype.size))
+    outputs, places = [], np.empty(flat.size, np.int64)
+    done = 0
+    for first in range(0, len(counts), block):
+        last = min(first + block, len(counts))
+        longest = int(counts[first:last].max())
+        if longest == 0:
+            continue
+        source = np.zeros((last - first, longest), np.int64)
+        for expert in range(first, last):
+            mine = order[starts[expert] : starts[expert + 1]]
+            source[expert - first, : len(mine)] = mine // k
+            places[mine] = done + (expert - first) * longest + np.arange(len(mine))
+        batch = x[mx.array(source.astype(np.uint32))]
+        hidden = mlp.activation(
+            mlp.gate.batch(batch, first, last), mlp.up.batch(batch, first, last)
+        )
+        outputs.append(mlp.down.batch(hidden, first, last).reshape(-1, rows))
+        done += source.size
+    y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return y[mx.array(places.astype(np.uint32))].reshape(tokens, k, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -62,10 +63,20 @@ class ResidentExperts:
 
 
 def load_resident(
-    layout: PackedLayout, activation: Activation, dtype: mx.Dtype, toggles: LiveToggles
+    layout: PackedLayout,
+    activation: Activation,
+    dtype: mx.Dtype,
+    toggles: LiveToggles,
+    padded_routes: int | None = None,
 ) -> ResidentExperts:
-    """Read every record of the layout; dense weights and affine companions become `dtype`."""
-    layers = {i: _load_layer(layer, activation, dtype) for i, layer in layout.layers.items()}
+    """Read every record of the layout; dense weights and affine companions become `dtype`.
+
+    `padded_routes` is handed to every `ExpertMLP`.
+    """
+    layers = {
+        i: replace(_load_layer(layer, activation, dtype), padded_routes=padded_routes)
+        for i, layer in layout.layers.items()
+    }
     return ResidentExperts(layers, toggles)
 
 

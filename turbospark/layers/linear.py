@@ -6,7 +6,7 @@ Knows how each storage format multiplies on each device. Does not know tensor na
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import mlx.core as mx
@@ -32,7 +32,8 @@ class Linear:
 class QuantizedLinear:
     """y = x W^T + bias with W [out, in] packed as `fmt` says.
 
-    Without `transpose` the packed matrix is [in, out] and y = x W.
+    Without `transpose` the packed matrix is [in, out] and y = x W. From `unpack_rows` rows of x on
+    the matrix is unpacked first: a dense product pays for it.
     """
 
     fmt: Quant
@@ -41,9 +42,14 @@ class QuantizedLinear:
     biases: mx.array | None
     bias: mx.array | None = None
     transpose: bool = True
+    unpack_rows: int | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., in] -> [..., out]."""
+        if self.unpack_rows is not None and x.shape[-2] >= self.unpack_rows:
+            matrix = unpack(self.fmt, self.weight, self.scales, self.biases).astype(x.dtype)
+            y = x @ (matrix.swapaxes(-1, -2) if self.transpose else matrix)
+            return y if self.bias is None else y + self.bias
         y = mx.quantized_matmul(
             x,
             self.weight,
@@ -58,6 +64,13 @@ class QuantizedLinear:
 
 
 AnyLinear = Linear | QuantizedLinear
+
+
+def unpack(fmt: Quant, weight: mx.array, scales: mx.array, biases: mx.array | None) -> mx.array:
+    """The values of packed planes."""
+    return mx.dequantize(
+        weight, scales, biases, group_size=fmt.group_size, bits=fmt.bits, mode=fmt.mode
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ def fuse(parts: Sequence[AnyLinear], sizes: Sequence[int]) -> FusedLinear:
             _join([getattr(p, name) for p in parts], axis=0)
             for name in ("weight", "scales", "biases")
         ]
-        joined = QuantizedLinear(first.fmt, planes[0], planes[1], planes[2], bias)  # type: ignore[arg-type]
+        joined = replace(first, weight=planes[0], scales=planes[1], biases=planes[2], bias=bias)
     if joined is None:
         return FusedLinear(tuple(parts), tuple(sizes))
     mx.eval([a for a in vars(joined).values() if isinstance(a, mx.array)])
@@ -129,15 +142,8 @@ class QuantizedEmbedding:
     def __call__(self, ids: mx.array) -> mx.array:
         """ids int [1, L] -> [1, L, width]."""
         p = self.packed
-        rows = mx.dequantize(
-            p.weight[ids],
-            p.scales[ids],
-            None if p.biases is None else p.biases[ids],
-            group_size=p.fmt.group_size,
-            bits=p.fmt.bits,
-            mode=p.fmt.mode,
-        )
-        return rows.astype(self.dtype)
+        biases = None if p.biases is None else p.biases[ids]
+        return unpack(p.fmt, p.weight[ids], p.scales[ids], biases).astype(self.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., width] -> [..., rows]: the tied output head."""

@@ -41,7 +41,7 @@ class Weights:
 
     With `expand`, quantized matrices are unpacked to `dtype` and dense ones laid out for the CPU
     back end, which multiplies dense rows faster than packed ones. `shapes` are the family's; every
-    read is checked against them.
+    read is checked against them. `unpack_rows` is handed to every packed matrix.
     """
 
     def __init__(
@@ -50,11 +50,13 @@ class Weights:
         shapes: dict[str, tuple[int, ...]],
         dtype: mx.Dtype,
         expand: bool = False,
+        unpack_rows: int | None = None,
     ) -> None:
         self.reader = reader
         self.shapes = shapes
         self.dtype = dtype
         self.expand = expand
+        self.unpack_rows = unpack_rows
         self.nbytes = 0
 
     def __contains__(self, name: str) -> bool:
@@ -141,7 +143,14 @@ class Weights:
         biases = planes.biases
         if biases is not None:
             scales, biases = scales.astype(self.dtype), self._keep(biases.astype(self.dtype))
-        return QuantizedLinear(fmt, self._keep(planes.weight), self._keep(scales), biases, bias)
+        return QuantizedLinear(
+            fmt,
+            self._keep(planes.weight),
+            self._keep(scales),
+            biases,
+            bias,
+            unpack_rows=self.unpack_rows,
+        )
 
     def _keep(self, array: mx.array) -> mx.array:
         """Evaluate now: a lazy cast would keep the stored copy alive and belong to this thread."""

@@ -1,0 +1,46 @@
+"""Which of two ways to the same result a back end takes, and from where on: one measured table.
+
+Knows back ends and sizes. Does not know models. A threshold of None means never.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Thresholds of one back end.
+
+    `unpack_rows`: rows of a product from which a packed matrix is unpacked once and multiplied
+    dense. `padded_routes`: (token, rank) routes from which experts are unpacked and multiplied as
+    one padded batch. `prefill_chunk`: prompt tokens per pass for "auto".
+    """
+
+    unpack_rows: int | None
+    padded_routes: int | None
+    prefill_chunk: int
+
+
+CHOICES = {
+    # Packed matrices are expanded at open; the figures do not apply.
+    "cpu": Choices(unpack_rows=None, padded_routes=None, prefill_chunk=512),
+    # Unmeasured: MLX's own kernels are kept.
+    "metal": Choices(unpack_rows=None, padded_routes=None, prefill_chunk=512),
+    # One H200, mlx 0.32.4: quantized_matmul 56-119 TFLOP/s against 157-537 dense; gather_qmm 5.
+    "cuda": Choices(unpack_rows=256, padded_routes=2048, prefill_chunk=4096),
+}
+
+
+def backend(device: mx.Device) -> str:
+    """ "cpu", "metal" or "cuda"."""
+    if device.type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def choices(device: mx.Device) -> Choices:
+    """The table's row for `device`."""
+    return CHOICES[backend(device)]
