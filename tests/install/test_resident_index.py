@@ -80,6 +80,7 @@ def test_the_handmade_file_is_accepted(tmp_path: Path) -> None:
         (None, "resident_size", 2**64 - 1, FileSizeError, "truncated: expected"),
         (None, "resident_size", 10**6, FileSizeError, r"expected 1016384 bytes, found 16568"),
         (None, "entry_count", 2**64 - 1, IndexCorruptError, "entries need"),
+        (None, "entry_count", 2**61, IndexCorruptError, "entries need"),  # 72 * 2**61 wraps to 0
         (None, "entry_count", 228, IndexCorruptError, "228 entries need 16440 bytes"),
         (0, "name_offset", 0, IndexCorruptError, "entry 0: name at 0"),
         (0, "name_offset", PAGE, IndexCorruptError, "outside the names"),

@@ -105,7 +105,8 @@ def fuse(parts: Sequence[AnyLinear], sizes: Sequence[int]) -> FusedLinear:
             _join([getattr(p, name) for p in parts], axis=0)
             for name in ("weight", "scales", "biases")
         ]
-        joined = replace(first, weight=planes[0], scales=planes[1], biases=planes[2], bias=bias)
+        named = dict(zip(("weight", "scales", "biases"), planes, strict=True))
+        joined = replace(first, **named, bias=bias)  # type: ignore[arg-type]
     if joined is None:
         return FusedLinear(tuple(parts), tuple(sizes))
     mx.eval([a for a in vars(joined).values() if isinstance(a, mx.array)])
