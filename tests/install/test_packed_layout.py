@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,12 @@ def write_mixed(path: Path) -> list[list[dict[str, Planes]]]:
     return written
 
 
+def write_and_read(path: Path) -> PackedLayout:
+    (path / "again").mkdir()
+    write_mixed(path)
+    return PackedLayout.read(path)
+
+
 def test_layers_and_projections_of_different_geometry_round_trip_bit_for_bit(
     tmp_path: Path,
 ) -> None:
@@ -300,6 +307,34 @@ def test_layers_and_projections_of_different_geometry_round_trip_bit_for_bit(
                     assert plane.plane_shape == tuple(array.shape)
                     found = buffer[plane.offset : plane.offset + plane.size]
                     assert bytes(found) == bytes(host_view(array))
+
+
+def test_every_record_has_the_checksum_of_its_planes(tmp_path: Path) -> None:
+    for layer, experts in zip(
+        write_and_read(tmp_path).layers.values(), write_mixed(tmp_path / "again"), strict=True
+    ):
+        for e, parts in enumerate(experts):
+            planes = [a for role in layer.record.parts() for a in parts[role].arrays()]
+            assert layer.checksums[e] == zlib.crc32(b"".join(bytes(host_view(a)) for a in planes))
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (at(*X, 0, "crc32", 5), "1 of 4 experts have a crc32"),
+        (at(*X, 0, "crc32", "5"), "crc32 = '5'"),
+        (at(*X, 0, "crc32", None), "crc32 = None"),
+        (lambda v: [e.update(crc32=2**32) for e in v["layers"][0]["experts"]], "need 32 bits"),
+    ],
+)
+def test_wrong_checksum_entries_are_refused(tmp_path: Path, edit, text) -> None:
+    with pytest.raises(IndexCorruptError, match=text):
+        Install.open(Original(tmp_path / "m.gturbo", edit_layout=edit).path)
+
+
+def test_an_install_of_the_original_has_no_checksums(tmp_path: Path) -> None:
+    with Install.open(Original(tmp_path / "m.gturbo").path) as install:
+        assert install.experts.layers[0].checksums is None
 
 
 def test_layers_are_not_padded_to_the_widest(tmp_path: Path) -> None:

@@ -44,19 +44,23 @@ _DTYPES = {
 }
 _INT_KEYS = frozenset(
     {"offset", "size", "bits", "groupSize", "expert", "physicalRank", "layer", "expertStride"}
-    | {"numLayers", "expertsPerLayer"}
+    | {"numLayers", "expertsPerLayer", "crc32"}
 )
 _OPTIONAL = frozenset({"bits", "groupSize", "expert", "physicalRank", "expertStride"})
 
 
 @dataclass(frozen=True)
 class LayerRows:
-    """One checked layer of the layout: its file, its record and where each expert starts."""
+    """One checked layer of the layout: its file, its record and where each expert starts.
+
+    `checksums` by expert id, or None: only our own installs carry them (see `record.checksum`).
+    """
 
     layer: int
     path: Path
     record: RecordLayout
     offsets: tuple[int, ...]
+    checksums: tuple[int, ...] | None
 
 
 def read_layout(install: Path) -> tuple[list[LayerRows], int, int]:
@@ -141,7 +145,7 @@ def _read_layer(install: Path, row: Any, where: str, top: int, count: int) -> La
     record = _read_record(experts[0]["tensors"], f"{where}.experts[0]", stride)
     path = contained(install, f"{FOLDER}/{name}", LAYOUT_NAME)
     check_size(path, max(offsets) + stride)
-    return LayerRows(index, path, record, offsets)
+    return LayerRows(index, path, record, offsets, _checksums(experts, where))
 
 
 def _expert_offsets(experts: list[Any], where: str, stride: int) -> tuple[int, ...]:
@@ -172,6 +176,16 @@ def _expert_offsets(experts: list[Any], where: str, stride: int) -> tuple[int, .
         if high < low + stride:
             _corrupt(f"{where}: records at {low} and {high} overlap; the stride is {stride}")
     return tuple(offsets[e] for e in range(count))
+
+
+def _checksums(experts: list[Any], where: str) -> tuple[int, ...] | None:
+    """CRC-32 by expert id; all experts of a layer have one, or none has."""
+    found = {_optional(e, "expert", i): e["crc32"] for i, e in enumerate(experts) if "crc32" in e}
+    if not found:
+        return None
+    if len(found) != len(experts) or max(found.values()) >= 2**32:
+        _corrupt(f"{where}: {len(found)} of {len(experts)} experts have a crc32; all need 32 bits")
+    return tuple(found[e] for e in range(len(experts)))
 
 
 # --- one record -----------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from turbospark.dtypes import Quant
 from turbospark.errors import ExpertStrideError, ReadError, SourceError, UnsupportedError
 from turbospark.install.files import PAGE, read_exactly, sync_path, write_all, write_file
@@ -21,6 +23,7 @@ from turbospark.install.record import (
     RECORD_ROLES,
     RecordLayout,
     RecordTensor,
+    checksum,
     part_planes,
 )
 from turbospark.install.stored import stored_bytes
@@ -48,6 +51,7 @@ class PackedLayer:
         self.path = rows.path
         self.record = rows.record
         self.offsets = rows.offsets
+        self.checksums = rows.checksums
         try:
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as err:
@@ -140,7 +144,8 @@ class PackedWriter:
         self._fd = -1
         self._layer = -1
         self._record: RecordLayout | None = None
-        self._pending: set[tuple[int, str]] = set()
+        self._pending: dict[int, set[str]] = {}
+        self._checksums: dict[int, int] = {}
 
     @property
     def num_layers(self) -> int:
@@ -165,7 +170,8 @@ class PackedWriter:
         self._fd = os.open(self.path / name, flags, 0o644)
         os.ftruncate(self._fd, count * record.stride)
         self.count, self._layer, self._record = count, layer, record
-        self._pending = {(e, role) for e in range(count) for role in record.parts()}
+        self._pending = {expert: set(record.parts()) for expert in range(count)}
+        self._checksums = {}
 
     def write(self, expert: int, parts: Mapping[str, Planes]) -> None:
         """Write some or all parts ("gate", "gate_bias", ...) of one expert, each exactly once."""
@@ -174,27 +180,36 @@ class PackedWriter:
         shapes = self._record.parts()
         for role, planes in parts.items():
             where = f"layer {self._layer} expert {expert} {role}"
-            if (expert, role) not in self._pending:
+            if role not in self._pending.get(expert, ()):
                 raise SourceError(f"{where} is not part of the layer or is written twice")
             data = stored_bytes(planes, *shapes[role], where)
             for name, plane in zip(part_planes(role, *shapes[role]), data, strict=True):
                 offset = expert * self._record.stride + self._record.tensors[name].offset
                 write_all(self._fd, plane, offset)
-            self._pending.discard((expert, role))
+            self._pending[expert].discard(role)
+        if expert in self._pending and not self._pending[expert]:
+            self._checksums[expert] = self._checksum(expert, self._record)
+            del self._pending[expert]
+
+    def _checksum(self, expert: int, record: RecordLayout) -> int:
+        """Of the whole record as it lies in the file: its parts may have come in any order."""
+        data = np.empty(record.stride, np.uint8)
+        read_exactly(self._fd, data, expert * record.stride, f"layer {self._layer} expert {expert}")
+        return checksum(record.planes(data))
 
     def end_layer(self) -> None:
         """Finish the layer; SourceError names the first part that is missing."""
         if self._record is None:
             raise SourceError("end_layer without begin_layer")
         if self._pending:
-            expert, role = min(self._pending)
+            expert, missing = min(self._pending.items())
             raise SourceError(
-                f"layer {self._layer}: {len(self._pending)} expert tensors were not written, "
-                f"first expert {expert} {role}"
+                f"layer {self._layer}: {sum(map(len, self._pending.values()))} expert tensors were "
+                f"not written, first expert {expert} {min(missing)}"
             )
         os.fsync(self._fd)
         self.abort()
-        self._layers.append(_layer_json(self._layer, self.count, self._record))
+        self._layers.append(_layer_json(self._layer, self._checksums, self._record))
         self.stride = max(self.stride, self._record.stride)
         self._record = None
 
@@ -223,12 +238,12 @@ class PackedWriter:
             os.close(fd)
 
 
-def _layer_json(layer: int, count: int, record: RecordLayout) -> dict[str, Any]:
+def _layer_json(layer: int, checksums: dict[int, int], record: RecordLayout) -> dict[str, Any]:
     tensors = {role: _tensor_json(tensor) for role, tensor in record.tensors.items()}
     stride = record.stride
     experts = [
-        {"expert": e, "offset": e * stride, "size": stride, "tensors": tensors}
-        for e in range(count)
+        {"expert": e, "offset": e * stride, "size": stride, "tensors": tensors, "crc32": crc}
+        for e, crc in sorted(checksums.items())
     ]
     return {
         "layer": layer,

@@ -5,8 +5,10 @@ Knows roles, formats and byte counts. Does not know files, experts or layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from turbospark.dtypes import Format, Quant, Raw
 from turbospark.errors import TensorShapeError, UnsupportedError
@@ -87,10 +89,22 @@ class RecordLayout:
             raise TensorShapeError(f"expert record has no {role}; it has {', '.join(self.tensors)}")
         return self.tensors[role]
 
+    def planes(self, record: Any) -> list[Any]:
+        """The bytes of each plane of a whole record (uint8, `stride` long), in role order."""
+        return [record[t.offset : t.offset + t.size] for t in self.tensors.values()]
+
     def parts(self) -> dict[str, tuple[Format, tuple[int, ...]]]:
         """(format, logical shape) of each projection and linear bias: the inverse of `build`."""
         roles = [r for p in PROJECTIONS for r in (p, f"{p}_bias") if r in self.tensors]
         return {r: (self.tensors[r].fmt, self.tensors[r].shape) for r in roles}
+
+
+def checksum(planes: Iterable[Any]) -> int:
+    """CRC-32 of a record: its planes' bytes in role order, padding left out."""
+    crc = 0
+    for plane in planes:
+        crc = zlib.crc32(plane, crc)
+    return crc
 
 
 def part_planes(role: str, fmt: Format, shape: tuple[int, ...]) -> dict[str, RecordTensor]:
