@@ -38,6 +38,8 @@ class PhaseCounters:
     """Forward passes, counted per token also inside chunks."""
     passes: int = 0
     """Model invocations: a chunk of a prompt is one."""
+    passes_dropped: int = 0
+    """Passes begun for a token that was not chosen, and undone."""
     total_ns: int = 0
     """Everything below: forward passes, sampling, detokenizing and the loop around them."""
     build_ns: int = 0

@@ -7,13 +7,15 @@ besides the streamed expert store that evaluates arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from turbospark.cache.pool import SessionPool
-from turbospark.cache.state import LayerStates
+from turbospark.cache.state import LayerStates, Snapshot
 from turbospark.counters import PhaseClock
 from turbospark.errors import (
     ContextOverflowError,
@@ -57,6 +59,9 @@ class Engine:
         self.clock = clock
         self.kept = 0
         self.evicted = False
+        self.run_ahead = False
+        """Guess the next token while the last one is sampled; for greedy decoding on a GPU."""
+        self._ahead: _Ahead | None = None
 
     @property
     def states(self) -> LayerStates:
@@ -70,12 +75,13 @@ class Engine:
 
     def begin(self, ids: Sequence[int]) -> int:
         """Get ready for a prompt: tokens of it that the cache already holds."""
+        self._drop_ahead()
         self.kept = self.pool.try_reuse(ids) if self.prefix_reuse else 0
         self.evicted = False
         if self.kept == 0 and self.prefix_reuse:
             self.evicted = self.pool.start()
         elif self.kept == 0:
-            self.pool.live.reset()
+            self.reset(everything=False)
         return self.kept
 
     def prefill_steps(self, ids: Sequence[int], kept: int) -> Iterator[tuple[int, mx.array | None]]:
@@ -84,18 +90,31 @@ class Engine:
 
     def step(self, token: int) -> mx.array:
         """Feed one token -> float32 logits [vocab] of what follows."""
-        logits = self._pass([token], head="last")
+        logits = self._take_ahead(token)
+        if logits is None:
+            logits = self._pass([token], head="last")
         assert logits is not None
+        if self.run_ahead:
+            self._look_ahead(logits)
         return logits[0]
 
     def finish(self) -> dict[str, Any]:
         """What a result reports about the state it leaves behind."""
+        self._drop_ahead()
         return {
             "kv_position": self.position,
             "kv_backed_token_ids": list(self.pool.live.record.tokens),
             "reused_prefix_tokens": self.kept,
             "session_slot_evicted": self.evicted,
         }
+
+    def reset(self, everything: bool = True) -> None:
+        """Forget the live conversation, or every one."""
+        self._drop_ahead()
+        if everything:
+            self.pool.clear()
+        else:
+            self.pool.live.reset()
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -164,27 +183,96 @@ class Engine:
 
     def _pass(self, ids: list[int], head: str) -> mx.array | None:
         """One forward pass over `ids`; head "last" -> [1, vocab], "all" -> [L, vocab]."""
-        session, states, clock = self.pool.live, self.states, self.clock
-        if session.record.tainted:
-            raise SessionBrokenError(
-                "the last pass on this session failed and its cache cannot be continued; call reset()"
-            )
-        self.check_room(len(ids))
-        try:
-            with clock.phase("build"), mx.stream(self.device):
-                states.begin(len(ids), self.toggles.prefill_rows_attention is not False)
-                hidden = self.model(mx.array([ids]), states)
-                logits = None
-                if head != "none":
-                    rows = hidden[:, -1:] if head == "last" else hidden
-                    logits = self.model.head(rows)[0]
-                with clock.phase("final_wait"):
-                    mx.eval([hidden if logits is None else logits, states.arrays()])
-        except BaseException:
-            session.record.taint()
-            raise
-        session.record.record(ids, states.position)
-        states.advance()
-        clock.count("calls", len(ids))
-        clock.count("passes")
+        self._drop_ahead()
+        self._check_usable(len(ids))
+        with self._guarded():
+            with self.clock.phase("build"):
+                hidden, logits = self._build(mx.array([ids]), head)
+            with self.clock.phase("final_wait"):
+                mx.eval([hidden if logits is None else logits, self.states.arrays()])
+        self._commit(ids)
         return logits
+
+    def _build(self, ids: mx.array, head: str) -> tuple[mx.array, mx.array | None]:
+        """The graph of a pass over ids [1, L] at the present position."""
+        with mx.stream(self.device):
+            self.states.begin(ids.shape[1], self.toggles.prefill_rows_attention is not False)
+            hidden = self.model(ids, self.states)
+            if head == "none":
+                return hidden, None
+            rows = hidden[:, -1:] if head == "last" else hidden
+            return hidden, self.model.head(rows)[0]
+
+    def _commit(self, ids: list[int]) -> None:
+        """The pass over `ids` happened: its rows are part of the past now."""
+        self.pool.live.record.record(ids, self.states.position)
+        self.states.advance()
+        self.clock.count("calls", len(ids))
+        self.clock.count("passes")
+
+    def _check_usable(self, rows: int) -> None:
+        if self.pool.live.record.tainted:
+            raise SessionBrokenError(
+                "the last pass on this session failed and its cache cannot be continued; "
+                "call reset()"
+            )
+        self.check_room(rows)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A failure inside leaves the session unusable until it is reset."""
+        try:
+            yield
+        except BaseException:
+            self.pool.live.record.taint()
+            raise
+
+    # --- running ahead ----------------------------------------------------------------------------
+
+    def _look_ahead(self, logits: mx.array) -> None:
+        """Start the pass that follows if the most likely token is chosen, before it is read back.
+
+        The device works while the host samples. The pass counts only when `step` confirms its
+        token; until then the position has not moved.
+        """
+        if self.position >= self.max_context:
+            return
+        with self._guarded(), self.clock.phase("build"):
+            before = self.states.snapshot()
+            with mx.stream(self.device):
+                guess = mx.argmax(logits, axis=-1)
+            _, following = self._build(guess.reshape(1, 1), "last")
+            mx.async_eval([guess, following, self.states.arrays()])
+        self._ahead = _Ahead(guess, following, before)
+
+    def _take_ahead(self, token: int) -> mx.array | None:
+        """The logits of the pass in flight if it was for `token`; else it is undone."""
+        ahead = self._ahead
+        if ahead is None:
+            return None
+        with self._guarded(), self.clock.phase("final_wait"):
+            right = ahead.guess.item() == token
+            if right:
+                mx.eval([ahead.logits, self.states.arrays()])
+        if not right:
+            self._drop_ahead()
+            return None
+        self._ahead = None
+        self._commit([token])
+        return ahead.logits
+
+    def _drop_ahead(self) -> None:
+        """Undo a pass in flight. Its rows lie past the position; recurrent state is put back."""
+        if self._ahead is not None:
+            self.states.restore(self._ahead.before)
+            self._ahead = None
+            self.clock.count("passes_dropped")
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A pass in flight: the token it was built for, its logits [1, vocab], what was before."""
+
+    guess: mx.array
+    logits: mx.array | None
+    before: Snapshot

@@ -198,14 +198,14 @@ class Runner:
         """Teacher-forced float32 logits [T, vocab] of `ids`, from an empty cache."""
         with self._exclusive() as engine:
             tokens = engine.check(ids)
-            engine.pool.live.reset()
+            engine.reset(everything=False)
             engine.check_room(len(tokens))
             return engine.score(tokens, engine.prefill_chunk)
 
     def reset(self) -> None:
         """Forget every conversation, parked ones too; buffers stay."""
         with self._exclusive() as engine:
-            engine.pool.clear()
+            engine.reset()
 
     # --- text level -------------------------------------------------------------------------------
 
@@ -242,9 +242,18 @@ class Runner:
         cancel: Callable[[], bool] | None,
     ) -> Iterator[Event]:
         with self._exclusive() as engine:
-            yield from generate_events(
-                engine, tokens, options, self.tokenizer, self.stop_ids, cancel
-            )
+            engine.run_ahead = self._runs_ahead(options)
+            try:
+                yield from generate_events(
+                    engine, tokens, options, self.tokenizer, self.stop_ids, cancel
+                )
+            finally:
+                engine.run_ahead = False
+
+    def _runs_ahead(self, options: GenerationOptions) -> bool:
+        """Whether a guessed next pass pays: greedy on a GPU, and no files read on a guess."""
+        resident = self.arch.num_experts == 0 or self.resolved.expert_residency == "resident"
+        return self.resolved.device == "gpu" and options.temperature == 0 and resident
 
     def encode(self, prompt: Prompt, **template: Any) -> list[int]:
         """Token ids of a text, of chat messages (through the template), or the ids themselves."""

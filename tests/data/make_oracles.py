@@ -51,6 +51,7 @@ SEED = 20260101
 GREEDY = 16
 SPREAD = 2.3  # standard deviation of the logits
 MARGIN, GAP, DISTINCT = 0.06, 1e-3, 7  # what a prompt must reach; far above float32 noise
+NUDGE, STEADY = 1e-6, 4e-4  # how little logits may move when the embeddings move by NUDGE of them
 Tensors = dict[str, torch.Tensor]
 
 
@@ -245,6 +246,18 @@ class Transformers:
         with torch.no_grad():
             return self.model(torch.from_numpy(ids).long(), use_cache=False).logits.float().numpy()
 
+    def steady(self, ids: np.ndarray) -> bool:
+        """Whether rounding stays small: some prompts amplify it past what tests can allow."""
+        before = self.answers(ids)
+        table = self.model.get_input_embeddings().weight.data
+        kept, moved = table.clone(), 0.0
+        for seed in range(3):
+            noise = torch.randn(kept.shape, generator=torch.Generator().manual_seed(seed))
+            table.copy_(kept * (1 + NUDGE * noise))
+            moved = max(moved, float(np.abs(self.answers(ids) - before).max()))
+        table.copy_(kept)
+        return moved < STEADY
+
 
 class MlxLm:
     """mlx-lm on the CPU with float32 activations."""
@@ -268,6 +281,10 @@ class MlxLm:
     def answers(self, ids: np.ndarray) -> np.ndarray:
         self.gaps = np.full(len(ids), np.inf)
         return np.array(self.model(mx.array(ids)).astype(mx.float32))
+
+    def steady(self, ids: np.ndarray) -> bool:
+        """Not measured: quantized tables cannot be moved a little."""
+        return True
 
 
 def reader_of(case: Case) -> Transformers | MlxLm:
@@ -309,38 +326,32 @@ def top_margins(rows: np.ndarray) -> np.ndarray:
     return top[..., -1] - top[..., -2]
 
 
-def choose_prompt(
-    case: Case, answers: Callable[[np.ndarray], np.ndarray], gaps: Callable[[], np.ndarray]
-) -> dict[str, np.ndarray]:
-    """The first random prompt whose continuation has no near-tie, no close route, some variety."""
+def choose_prompt(case: Case, reader: Transformers | MlxLm) -> dict[str, np.ndarray]:
+    """The first random prompt that continues without near-ties or close routes, with variety."""
     for attempt in range(40):
         rng = np.random.default_rng([SEED, 1, attempt])
         ids = rng.integers(4, case.text["vocab_size"], (12, case.tokens)).astype(np.int32)
         near = np.full(len(ids), np.inf)
         for _ in range(GREEDY):
-            last = answers(ids)[:, -1]
+            last = reader.answers(ids)[:, -1]
             near = np.minimum(near, top_margins(last))
             ids = np.concatenate([ids, last.argmax(-1)[:, None].astype(np.int32)], 1)
         varied = np.array([len(set(row[case.tokens :].tolist())) >= DISTINCT for row in ids])
-        good = np.flatnonzero((near > MARGIN) & (gaps() > GAP) & varied)
-        if good.size:
-            return answer(case, answers, gaps, ids[good[:1]])
+        for row in np.flatnonzero((near > MARGIN) & (reader.gaps > GAP) & varied):
+            if reader.steady(ids[row : row + 1]):
+                return answer(case, reader, ids[row : row + 1])
     raise SystemExit(f"{case.name}: no prompt is clear enough")
 
 
-def answer(
-    case: Case,
-    answers: Callable[[np.ndarray], np.ndarray],
-    gaps: Callable[[], np.ndarray],
-    ids: np.ndarray,
-) -> dict[str, np.ndarray]:
-    rows = answers(ids)[0]
-    gap, after = gaps()[0], rows[case.tokens - 1 : -1]
+def answer(case: Case, reader: Transformers | MlxLm, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """What oracle.npz holds, from a prompt with its continuation [1, T + 16]."""
+    rows = reader.answers(ids)[0]
+    gap, after = reader.gaps[0], rows[case.tokens - 1 : -1]
     if not np.array_equal(after.argmax(-1), ids[0, case.tokens :]):
         raise SystemExit(f"{case.name}: the continuation is not reproducible")
     return dict(
         input_ids=ids[:, : case.tokens],
-        logits=answers(ids[:, : case.tokens])[0],
+        logits=reader.answers(ids[:, : case.tokens])[0],
         greedy_ids=ids[0, case.tokens :],
         greedy_logits=after,
         margins=top_margins(after),
@@ -372,7 +383,7 @@ def make(case: Case) -> None:
             folder = folder.with_name("quantized")
         reader = reader_of(case)
         reader.load(folder)
-        result = choose_prompt(case, reader.answers, lambda: reader.gaps)
+        result = choose_prompt(case, reader)
         if case.rename and not early:
             write(folder, renamed(tensors, case.rename), case.shards)
         if case.final_config:

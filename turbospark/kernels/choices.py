@@ -5,7 +5,9 @@ Knows back ends and sizes. Does not know models. A threshold of None means never
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 import mlx.core as mx
 
@@ -32,6 +34,21 @@ CHOICES = {
     # One H200, mlx 0.32.4: quantized_matmul 56-119 TFLOP/s against 157-537 dense; gather_qmm 5.
     "cuda": Choices(unpack_rows=256, padded_routes=2048, prefill_chunk=4096),
 }
+
+
+def fused(operation: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """An elementwise operation as one kernel on a GPU, where each launch costs; plain on a CPU,
+    where fusing would need a compiler on the user's machine.
+    """
+    compiled = mx.compile(operation, shapeless=True)
+
+    @wraps(operation)
+    def run(*args: mx.array) -> mx.array:
+        if mx.default_device().type == mx.DeviceType.cpu:
+            return operation(*args)
+        return compiled(*args)
+
+    return run
 
 
 def backend(device: mx.Device) -> str:

@@ -9,18 +9,23 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from turbospark.kernels.choices import fused
 
+
+@fused
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """silu(gate) * up."""
     return gate * mx.sigmoid(gate) * up
 
 
+@fused
 def geglu_tanh(gate: mx.array, up: mx.array) -> mx.array:
     """gelu(gate) * up with the tanh approximation."""
     cubic = gate + 0.044715 * gate * gate * gate
     return 0.5 * gate * (1.0 + mx.tanh(0.7978845608028654 * cubic)) * up
 
 
+@fused
 def geglu_erf(gate: mx.array, up: mx.array) -> mx.array:
     """gelu(gate) * up with the exact error function."""
     return 0.5 * gate * (1.0 + mx.erf(gate * 0.7071067811865476)) * up
