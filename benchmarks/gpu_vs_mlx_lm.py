@@ -202,6 +202,8 @@ def run_case(name: str, rounds: int, tokens: int, contexts: list[int]) -> list[d
         for k, what in enumerate(("prefill", "decode")):
             medians = {s: statistics.median(r[k] for r in v[1:]) for s, v in sides.items()}
             row[what] = {**medians, "ratio": medians["turbospark"] / medians["mlx-lm"]}
+        counters = engine.clock.snapshot()
+        row["build_ms_per_pass"] = counters.build_ns / 1e6 / max(counters.passes, 1)
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
