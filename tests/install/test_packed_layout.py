@@ -439,6 +439,19 @@ def test_records_that_cannot_be_laid_out_are_refused_by_name() -> None:
         RecordLayout.build({**good, "down": (Raw("bfloat16"), (H,))})
 
 
+def test_planes_follow_each_other_at_the_next_multiple_of_four() -> None:
+    fmt, plain = affine(4, 64), Raw("bfloat16")
+    record = RecordLayout.build(
+        {"gate": (fmt, (3, 64)), "up": (fmt, (3, 64)), "down": (plain, (64, 3))}
+    )
+    # 3 rows: 96 bytes of words, then 6 of scales and 6 of biases, each padded to 8
+    assert [(role, tensor.offset) for role, tensor in record.tensors.items()] == [
+        ("gate", 0), ("gate_scales", 96), ("gate_biases", 104),
+        ("up", 112), ("up_scales", 208), ("up_biases", 216), ("down", 224),
+    ]  # fmt: skip
+    assert record.used == 224 + 64 * 3 * 2
+
+
 def test_published_record_sizes_are_reproduced() -> None:
     """used and stride of the models in the format's documentation."""
 

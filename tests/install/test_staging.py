@@ -144,6 +144,25 @@ def test_a_failure_in_any_step_of_publishing_leaves_nothing(
     assert value_of(tmp_path / "old.gturbo") == 1.0
 
 
+@pytest.mark.parametrize("error", [OSError(5, "I/O error"), KeyboardInterrupt()])
+def test_a_failure_of_the_last_rename_puts_the_old_install_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    dest = make(tmp_path / "m", 1.0)
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise error
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises((InstallExistsError, KeyboardInterrupt)):
+        make(dest, 2.0, force=True)
+    monkeypatch.undo()
+    assert value_of(dest) == 1.0 and [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
 def test_leaving_without_publish_leaves_nothing(tmp_path: Path) -> None:
     with StagedInstall(tmp_path / "m") as staged:
         fill(staged)

@@ -130,13 +130,16 @@ class StagedInstall:
             self.dest.rename(aside)
         try:
             self.path.rename(self.dest)
-        except OSError as err:
+        except BaseException as err:
             if replaced:
                 aside.rename(self.dest)
+            if not isinstance(err, OSError):
+                raise
             raise InstallExistsError(f"{self.dest} could not be published: {err.strerror}") from err
-        finally:
+        else:
             if replaced:
                 shutil.rmtree(aside, ignore_errors=True)
+        finally:
             if fd >= 0:
                 os.close(fd)
 
