@@ -96,6 +96,8 @@ class Engine:
         assert logits is not None
         if self.run_ahead:
             self._look_ahead(logits)
+        with self._guarded(), self.clock.phase("final_wait"):
+            mx.eval(logits)
         return logits[0]
 
     def finish(self) -> dict[str, Any]:
@@ -115,6 +117,12 @@ class Engine:
             self.pool.clear()
         else:
             self.pool.live.reset()
+
+    def close(self) -> None:
+        """Release the experts' memory, files and background work."""
+        self._drop_ahead()
+        if self.store is not None:
+            self.store.close()
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -246,14 +254,14 @@ class Engine:
         self._ahead = _Ahead(guess, following, before)
 
     def _take_ahead(self, token: int) -> mx.array | None:
-        """The logits of the pass in flight if it was for `token`; else it is undone."""
+        """The logits, not yet waited for, of the pass in flight if it was for `token`; else it is
+        undone. The next pass is begun before anybody waits for this one.
+        """
         ahead = self._ahead
         if ahead is None:
             return None
         with self._guarded(), self.clock.phase("final_wait"):
             right = ahead.guess.item() == token
-            if right:
-                mx.eval([ahead.logits, self.states.arrays()])
         if not right:
             self._drop_ahead()
             return None
