@@ -64,12 +64,21 @@ class PhaseCounters:
     routed_gpu_ns: int | None = None
     final_gpu_ns: int | None = None
     expert_requests: int = 0
+    """Experts asked for: top-k per layer and token; each distinct one once in a chunk that is read
+    or copied group by group.
+    """
     expert_hits: int = 0
     expert_io_bytes_requested: int = 0
     expert_io_bytes_physical: int | None = None
     """Bytes that reached the disk; None unless it was measured (see `expert_io_samples`)."""
     expert_io_samples: int = 0
     """Reads whose physical bytes were measured; check it before dividing."""
+    routed_passes: int = 0
+    """Groups of routes computed at once: one per layer and token, or group of a chunk."""
+    routed_deferred: int = 0
+    """Layers whose routed output was left to finish under the next layer (`routed_pipeline`)."""
+    shared_started: int = 0
+    """Shared experts started before their layer's reads (`shared_expert_overlap`)."""
     prefetch_requests: int = 0
     prefetch_hits: int = 0
     prefetch_bytes: int = 0

@@ -41,6 +41,7 @@ from turbospark.policies import (
     Positive,
     Real,
     RuntimeToggles,
+    env_flag,
     env_variable,
     option,
     short,
@@ -149,6 +150,9 @@ class OpenOptions(FrozenOptions):
     expert_lookahead: Bool = option(
         False, "True or False", "read the experts that the next layer will probably ask for"
     )
+    expert_disk_io: Bool = option(
+        False, "True or False", "measure which expert bytes came from the disk (Linux)"
+    )
     kv_quant: KvQuant = option(
         KvQuant.OFF, "'off', 2, 3, 3.5 or 4", "bits of quantized keys and values"
     )
@@ -218,8 +222,8 @@ class OpenOptions(FrozenOptions):
     def from_env(cls, environ: Mapping[str, str] | None = None, **changes: Any) -> OpenOptions:
         """The pinned defaults, overlaid with the variables that are set, then with `changes`.
 
-        Reads TURBOSPARK_PREFILL_CHUNK, _EXPERT_RESIDENCY, _CHAT_DATE, _MTP_DRAFT, _DFLASH_DRAFT
-        and the toggles'. A drafter whose variable is not set stays off.
+        Reads TURBOSPARK_PREFILL_CHUNK, _EXPERT_RESIDENCY, _EXPERT_DISK_IO, _CHAT_DATE, _MTP_DRAFT,
+        _DFLASH_DRAFT and the toggles'. A drafter whose variable is not set stays off.
         """
         return cls(**{**_environment(environ, changes), **changes})
 
@@ -258,6 +262,9 @@ def _environment(environ: Mapping[str, str] | None, given: Mapping[str, Any]) ->
         if text is not None and name not in given:
             values[name] = int(text) if text.isdigit() else text
             _check_variable(suffix, text, name, values[name])
+    disk_io = env_flag("EXPERT_DISK_IO", environ)
+    if disk_io is not None and "expert_disk_io" not in given:
+        values["expert_disk_io"] = disk_io
     if "toggles" not in given:
         values["toggles"] = RuntimeToggles.from_env(environ)
     if "speculation" not in given:

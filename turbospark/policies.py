@@ -119,6 +119,14 @@ def env_variable(suffix: str, environ: Mapping[str, str] | None) -> str | None:
     return (os.environ if environ is None else environ).get(ENV_PREFIX + suffix)
 
 
+def env_flag(suffix: str, environ: Mapping[str, str] | None) -> bool | None:
+    """A variable that is 0 or 1; None when it is not set. Raises OptionError."""
+    text = env_variable(suffix, environ)
+    if text not in (None, "0", "1"):
+        raise OptionError(f"{ENV_PREFIX}{suffix}={text!r} is not valid; works: 0 or 1")
+    return None if text is None else text == "1"
+
+
 # --- enumerations -----------------------------------------------------------------------------
 
 
@@ -220,12 +228,9 @@ class RuntimeToggles(FrozenOptions):
         """Defaults overlaid with the TURBOSPARK_* variables that are set to 0 or 1."""
         values = {}
         for name, suffix in cls.ENVIRONMENT.items():
-            text = env_variable(suffix, environ)
-            if text is None:
-                continue
-            if text not in ("0", "1"):
-                raise OptionError(f"{ENV_PREFIX}{suffix}={text!r} is not valid; works: 0 or 1")
-            values[name] = text == "1"
+            flag = env_flag(suffix, environ)
+            if flag is not None:
+                values[name] = flag
         return cls(**values)
 
 
@@ -258,6 +263,10 @@ class LiveToggles:
         if name == "prefill_steel" and self._state.batched_gemv_prefill is False:
             return False  # rows run one by one, so there is no large product to slice
         return name in self._effective
+
+    def add_effective(self, names: Iterable[str]) -> None:
+        """The model that was opened reads these too."""
+        object.__setattr__(self, "_effective", self._effective | frozenset(names))
 
     def snapshot(self) -> RuntimeToggles:
         """The current values, frozen."""

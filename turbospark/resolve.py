@@ -15,9 +15,13 @@ import mlx.core as mx
 from turbospark.cache.specs import CacheSpec
 from turbospark.dtypes import Quant, Raw
 from turbospark.errors import OptionError, UnsupportedError
+from turbospark.experts.mapped import scratch_bytes, zero_copy
+from turbospark.experts.reader import DiskMeter
 from turbospark.families.base import Family
 from turbospark.install.opening import Install
+from turbospark.install.packed import PackedLayer, PackedLayout, RecordTensor
 from turbospark.install.planes import MX_DTYPES
+from turbospark.install.record import PROJECTIONS
 from turbospark.kernels.choices import choices
 from turbospark.options import ExpertResidency, KvQuant, OpenOptions
 from turbospark.sizing import (
@@ -46,6 +50,8 @@ class Resolved:
     session_slots: int
     prefix_reuse: bool
     expert_residency: str
+    expert_mapping: str | None
+    """How mapped experts are used, "zero-copy" or "copied per use"; None when not mapped."""
     expert_cache_slots: int
     kv_quant: str
     kv_quantized_layers: tuple[int, ...]
@@ -64,6 +70,12 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
     refuse_unsupported(options, family)
     device = resolve_device(options.device)
     residency, slots = _experts(options, install)
+    dtype = _dtype(options.dtype, device, install)
+    mapping = None
+    if install.experts is not None:
+        check_experts(install.experts, options, residency, device, dtype)
+        if residency == "mapped":
+            mapping = "zero-copy" if zero_copy(install.experts) else "copied per use"
     best = choices(mx.Device(getattr(mx, device)))
     chunks = {"off": None, "auto": best.prefill_chunk}
     chunk = options.prefill_chunk
@@ -71,13 +83,14 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         family=family.name,
         model_type=model_type,
         device=device,
-        dtype=_dtype(options.dtype, device, install),
+        dtype=dtype,
         weights="expanded" if device == "cpu" else "packed",
         max_context=0 if options.max_context == "auto" else options.max_context,
         prefill_chunk=chunks[chunk] if isinstance(chunk, str) else chunk,
         session_slots=options.session_slots,
         prefix_reuse=options.prefix_reuse,
         expert_residency=residency,
+        expert_mapping=mapping,
         expert_cache_slots=slots,
         kv_quant=str(options.kv_quant),
         kv_quantized_layers=(),
@@ -110,10 +123,13 @@ def resolve_context(
 
 
 def _expert_bytes(resolved: Resolved, install: Install) -> int:
-    if install.experts is None or resolved.expert_residency == "mapped":
+    if install.experts is None:
         return 0
+    layers = install.experts.layers.values()
     if resolved.expert_residency == "resident":
-        return sum(layer.stride * layer.count for layer in install.experts.layers.values())
+        return sum(layer.stride * layer.count for layer in layers)
+    if resolved.expert_residency == "mapped":
+        return scratch_bytes(install.experts, resolved.expert_cache_slots)
     return resolved.expert_cache_slots * install.bytes_per_slot
 
 
@@ -172,6 +188,39 @@ def _dtype(asked: str, device: str, install: Install) -> str:
     return "float16" if weight["float16"] > weight["bfloat16"] else "bfloat16"
 
 
+def check_experts(
+    experts: PackedLayout, options: OpenOptions, residency: str, device: str, dtype: str
+) -> None:
+    """Refuse what cannot be done with these expert records here."""
+    formats = {t.fmt for layer in experts.layers.values() for t in _matrices(layer)}
+    if device == "cpu" and dtype != "float32" and any(isinstance(f, Raw) for f in formats):
+        raise OptionError(
+            f"dtype={dtype!r} on a CPU: this install's experts are not quantized, and MLX "
+            "multiplies those in float32 only there; use dtype='float32'"
+        )
+    if options.verify_reads:
+        missing = [i for i, layer in experts.layers.items() if layer.checksums is None]
+        if missing:
+            raise OptionError(
+                f"verify_reads=True needs a checksum of every expert record, and layer "
+                f"{missing[0]} of this install has none; use verify='full', or convert it again"
+            )
+        if residency == "mapped" and zero_copy(experts):
+            raise OptionError(
+                "verify_reads=True cannot see what MLX reads from a mapping by itself; use "
+                "verify='full' or expert_residency='streamed'"
+            )
+    if options.expert_disk_io and residency != "resident" and not DiskMeter.PATH.exists():
+        raise OptionError(
+            f"expert_disk_io=True needs {DiskMeter.PATH}, which this system does not have; "
+            "use expert_disk_io=False"
+        )
+
+
+def _matrices(layer: PackedLayer) -> list[RecordTensor]:
+    return [layer.tensor(projection) for projection in PROJECTIONS]
+
+
 def _experts(options: OpenOptions, install: Install) -> tuple[str, int]:
     """(residency, slots per layer); a dense model answers what was asked, with 0 slots."""
     asked = options.expert_residency
@@ -181,9 +230,11 @@ def _experts(options: OpenOptions, install: Install) -> tuple[str, int]:
     per_slot, count = install.bytes_per_slot, install.arch.num_experts
     residency = str(asked)
     if asked is ExpertResidency.AUTO:
-        residency = auto_residency(physical, resident, per_slot, mx.metal.is_available())
+        residency = auto_residency(physical, resident, per_slot, zero_copy(install.experts))
     wanted = options.expert_cache_slots
     slots = min(auto_slots(physical, resident, per_slot) if wanted == "auto" else wanted, count)
+    if residency == "mapped":
+        slots = max(slots, install.arch.top_k_experts)  # a scratch, not a cache
     if residency == "streamed" and slots < install.arch.top_k_experts:
         raise OptionError(
             f"expert_cache_slots={slots} is too few: every token is routed to "

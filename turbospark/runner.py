@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,10 +24,7 @@ from turbospark.errors import (
     RunnerClosedError,
     TokenizerMissingError,
 )
-from turbospark.experts.base import Activation, ExpertStore
-from turbospark.experts.mapped import MappedExperts
-from turbospark.experts.resident import load_resident
-from turbospark.experts.streamed import StreamedExperts
+from turbospark.experts.opening import open_experts
 from turbospark.families import family_for_wire
 from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
@@ -36,31 +32,18 @@ from turbospark.generation import Event, GenerationResult, admit, collect, gener
 from turbospark.install.arch import ArchConfig
 from turbospark.install.models import resolve as resolve_path
 from turbospark.install.opening import Install
-from turbospark.install.packed import PackedLayout
 from turbospark.install.planes import MX_DTYPES
 from turbospark.kernels.choices import choices
 from turbospark.layers.weights import Weights
+from turbospark.memory import MemoryReport
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.resolve import Resolved, resolve, resolve_context
 from turbospark.text.tokenizer import Tokenizer
 
+# Toggles that every model's forward pass reads; its expert store adds to them.
+PASS_TOGGLES = ("batched_gemv_prefill", "prefill_steel", "prefill_rows_attention")
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """Bytes a runner planned (weights, experts, KV) and what MLX holds now, process-wide."""
-
-    weights: int
-    experts: int
-    kv: int
-    active: int
-    peak: int
-    cache: int
-
-    @property
-    def planned(self) -> int:
-        return self.weights + self.experts + self.kv
 
 
 class Runner:
@@ -116,7 +99,7 @@ class Runner:
         device = mx.Device(mx.cpu if resolved.device == "cpu" else mx.gpu)
         dtype = MX_DTYPES[resolved.dtype]
         clock = PhaseClock()
-        toggles = LiveToggles(options.toggles, _effective(install, resolved))
+        toggles = LiveToggles(options.toggles, PASS_TOGGLES)
         with mx.stream(device):
             weights = Weights(
                 install.resident,
@@ -129,13 +112,18 @@ class Runner:
             if install.experts is not None:
                 store = open_experts(
                     install.experts,
-                    resolved,
                     options,
                     family.expert_activation(config),
                     toggles,
                     clock,
+                    residency=resolved.expert_residency,
+                    slots=resolved.expert_cache_slots,
+                    device=device,
+                    dtype=dtype,
                 )
             model = family.build(config, weights, store)
+            if store is not None:
+                toggles.add_effective(store.effective)
             resolved = resolve_context(
                 resolved,
                 options,
@@ -307,13 +295,16 @@ class Runner:
     def memory(self) -> MemoryReport:
         """Planned bytes of this runner, and MLX's live figures for the whole process."""
         engine = self._open_engine()
+        store, sessions = engine.store, engine.pool.sessions
         return MemoryReport(
             weights=self._weights_bytes,
-            experts=engine.store.nbytes if engine.store is not None else 0,
+            experts=store.nbytes if store is not None else 0,
             kv=engine.pool.nbytes,
             active=mx.get_active_memory(),
             peak=mx.get_peak_memory(),
             cache=mx.get_cache_memory(),
+            expert_formula=store.formula if store is not None else "none",
+            kv_formula=f"{len(sessions)} conversation(s) of up to {self.max_context} tokens",
         )
 
     @property
@@ -384,7 +375,8 @@ class Runner:
 
     def close(self) -> None:
         """Release the model's memory; a closed runner refuses every call."""
-        with self._exclusive():
+        with self._exclusive() as engine:
+            engine.close()
             self._engine = None
         mx.clear_cache()
 
@@ -427,41 +419,3 @@ class Runner:
         finally:
             self._owner = None
             self._lock.release()
-
-
-def open_experts(
-    layout: PackedLayout,
-    resolved: Resolved,
-    options: OpenOptions,
-    activation: Activation,
-    toggles: LiveToggles,
-    clock: PhaseClock,
-) -> ExpertStore:
-    """The expert store of the resolved residency."""
-    strided = resolved.device == "cpu" or mx.metal.is_available()
-    if resolved.expert_residency == "resident":
-        padded = choices(mx.Device(getattr(mx, resolved.device))).padded_routes
-        return load_resident(layout, activation, MX_DTYPES[resolved.dtype], toggles, padded)
-    if resolved.expert_residency == "mapped":
-        return MappedExperts(layout, activation, strided=strided, clock=clock, toggles=toggles)
-    return StreamedExperts(
-        layout,
-        activation,
-        resolved.expert_cache_slots,
-        policy=options.expert_cache_policy,
-        strided=strided,
-        clock=clock,
-        toggles=toggles,
-        lookahead=options.expert_lookahead,
-        verify_reads=options.verify_reads,
-    )
-
-
-def _effective(install: Install, resolved: Resolved) -> set[str]:
-    """Names of the toggles that this model reads."""
-    names = {"batched_gemv_prefill", "prefill_steel", "prefill_rows_attention"}
-    if install.experts is not None:
-        names.add("routed_batch_prefill")
-        if resolved.expert_residency == "streamed":
-            names.add("routed_pipeline")
-    return names

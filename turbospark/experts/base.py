@@ -15,7 +15,6 @@ class ExpertStore(Protocol):
     """Computes the routed part of a mixture layer wherever its weights are."""
 
     residency: str
-    slots: int
 
     def routed(
         self,
@@ -32,16 +31,31 @@ class ExpertStore(Protocol):
         files starts it first.
         """
 
-    def watch(self, layer: int, router: Router) -> None:
-        """Tell how `layer` chooses experts (hidden [1, L, H] -> ids [1, L, k]), for look-ahead."""
+    def watch(self, layer: int, router: Router, beside: bool = False) -> None:
+        """Tell how `layer` chooses experts (hidden [1, L, H] -> ids [1, L, k]), for look-ahead,
+        and whether it passes `beside`.
+        """
 
     def close(self) -> None:
-        """Release files and wait for background work."""
+        """Release memory and files, and wait for background work."""
+
+    @property
+    def effective(self) -> set[str]:
+        """Names of the runtime toggles that this store reads."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of expert weights held in memory."""
 
     @property
+    def formula(self) -> str:
+        """How `nbytes` comes about, for people."""
+
+    @property
     def buffers(self) -> int:
         """Arrays allocated at open."""
+
+
+def rows_of(x: mx.array, *others: mx.array) -> list[mx.array]:
+    """[1, L, ...] arrays as [L, ...]."""
+    return [a.reshape(a.shape[1], a.shape[2]) for a in (x, *others)]

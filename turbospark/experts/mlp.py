@@ -5,6 +5,7 @@ Knows MLX's gathered matrix products. Does not know whether a row is an expert o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -37,9 +38,8 @@ class StackedMatrix:
     def __call__(self, x: mx.array, which: mx.array, is_sorted: bool) -> mx.array:
         """x [..., 1, in] with which [...] choosing the matrix of each row -> [..., 1, out]."""
         if isinstance(self.fmt, Raw) or self.scales is None:
-            y = mx.gather_mm(
-                x, self.weight.swapaxes(-1, -2), rhs_indices=which, sorted_indices=is_sorted
-            )
+            weight, rows = self._cast(x.dtype, which)
+            y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=rows, sorted_indices=is_sorted)
         else:
             y = mx.gather_qmm(
                 x,
@@ -54,6 +54,15 @@ class StackedMatrix:
                 sorted_indices=is_sorted,
             )
         return y if self.bias is None else y + self.bias[which][..., None, :]
+
+    def _cast(self, dtype: mx.Dtype, which: mx.array) -> tuple[mx.array, mx.array]:
+        """Dense weights in `dtype` and the indices into them; only the chosen ones are cast where
+        they are fewer.
+        """
+        if self.weight.dtype == dtype or which.size >= self.weight.shape[0]:
+            return self.weight.astype(dtype), which
+        chosen = self.weight[which.flatten()].astype(dtype)
+        return chosen, mx.arange(which.size, dtype=mx.uint32).reshape(which.shape)
 
     def unpacked(self, first: int, last: int, dtype: mx.Dtype) -> mx.array:
         """Dense weights [last - first, rows, cols] of experts first .. last - 1."""
@@ -130,6 +139,12 @@ def weighted_sum(outputs: mx.array, weights: mx.array) -> mx.array:
     for rank in range(1, scaled.shape[1]):
         total = total + scaled[:, rank]
     return total
+
+
+def token_by_token(compute: Callable[..., mx.array], *rows: mx.array) -> mx.array:
+    """`compute` on one row of each [T, ...] argument after the other -> [T, H]."""
+    tokens = rows[0].shape[0]
+    return mx.concatenate([compute(*(a[t : t + 1] for a in rows)) for t in range(tokens)], axis=0)
 
 
 def padded_routes(mlp: ExpertMLP, x: mx.array, which: np.ndarray) -> mx.array:

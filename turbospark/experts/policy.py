@@ -90,13 +90,14 @@ class SlotCache:
     def reserve(self, experts: Sequence[int], keep: int, avoiding: Collection[int] = ()) -> Plan:
         """Slots for experts that may be asked for next, leaving at least `keep` evictable.
 
-        Experts already held are left out, as are those beyond the room. The slots stay reserved
-        until `publish`.
+        Experts already held are left out and keep their slots; those beyond the room are left out
+        too. The slots stay reserved until `publish`.
         """
-        wanted = [e for e in experts if self.slot_of(e) is None]
-        victims = self._victims(self.speculative | set(avoiding))
-        wanted = wanted[: max(0, len(victims) - keep)]
-        slots = victims[: len(wanted)]
+        room = len(self._victims(self.speculative | set(avoiding))) - keep
+        wanted = [e for e in experts if self.slot_of(e) is None][: max(0, room)]
+        kept = {slot for slot, held in enumerate(self.held) if held in experts}
+        slots = self._victims(self.speculative | set(avoiding) | kept)[: len(wanted)]
+        wanted = wanted[: len(slots)]
         for slot in slots:
             self.held[slot] = EMPTY
             self.speculative.add(slot)

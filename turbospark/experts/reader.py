@@ -6,24 +6,50 @@ Knows files, offsets, checksums and threads. Does not know which expert should b
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from turbospark.counters import PhaseClock
 from turbospark.errors import ReadError
 from turbospark.install.files import read_exactly
 from turbospark.install.packed import PackedLayer
+from turbospark.install.record import checksum
 
 WORKERS = 8
 CHUNK = 840 * 1024
 """Bytes per task where cores are free to copy in parallel (measured optimum of the original)."""
+MANY_CORES = 4
+INLINE_BELOW = 4
+"""On fewer cores, fewer records than this are read by the caller: a hand-over costs more than it
+gains (1-4 warm records of 2.5 MiB on 2 cores: 4.3 GB/s inline, 3.3 by threads; cold ones arrive as
+fast either way once they are announced)."""
 
-Segment = tuple[int, np.ndarray]
-"""(offset inside the record, uint8 buffer): where a piece of a record goes."""
+
+@dataclass(frozen=True)
+class Room:
+    """Memory for one record: (offset in the record, uint8 buffer) pieces that a read fills, and
+    the record's planes, which lie in them.
+    """
+
+    segments: tuple[tuple[int, np.ndarray], ...]
+    planes: tuple[np.ndarray, ...]
+
+
+Wanted = Sequence[tuple[int, Room]]
+"""(expert, where its record goes)."""
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @lru_cache(maxsize=1)
@@ -32,135 +58,192 @@ def workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(WORKERS, thread_name_prefix="turbospark-read")
 
 
-class RecordReader:
-    """Reads records of one layer. A file that changed, shrank or vanished is refused by name and
-    opened afresh for the next request, so that a repaired file is read again.
+class LayerFile:
+    """A layer's file as it was when opened. One that changed, shrank or vanished is refused by
+    name, once, and opened afresh for the next request, so that a repaired file is read again;
+    its records are then held against the install's checksums, if it has them.
     """
 
-    def __init__(self, layer: PackedLayer) -> None:
+    def __init__(self, layer: PackedLayer, verify: bool = False) -> None:
         self.layer = layer
         self.path: Path = layer.path
-        self.split = (os.cpu_count() or 1) >= 4
+        self.verify = verify
+        self.size = max(layer.offset(e) for e in range(layer.count)) + layer.stride
         self._fd: int | None = None
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp = (0, 0, 0)
         self._open()
 
-    def read(self, wanted: Sequence[tuple[int, Sequence[Segment]]]) -> None:
-        """Fill the segments of each (expert, segments); returns when all have arrived.
+    def fd(self) -> int:
+        """The open file, if it is still the one that was opened."""
+        if self._fd is None:
+            return self._open()
+        info = os.fstat(self._fd)
+        if info.st_nlink and (info.st_size, info.st_mtime_ns, info.st_ino) == self._stamp:
+            return self._fd
+        self.drop()
+        what = "changed" if info.st_nlink else "was removed"
+        raise ReadError(
+            f"{self.path}: {what} while open: expected {self._stamp[0]} bytes as they were, found "
+            f"{info.st_size}; put the file back or install it again"
+        )
 
-        Raises ReadError, after every task has ended, with the first failure.
-        """
-        if wanted:
-            self.join(self.start(wanted))
+    def drop(self) -> None:
+        """Close the file and trust it no more: the next use opens whatever is there then."""
+        self.close()
+        self.verify = self.layer.checksums is not None
 
-    def start(
-        self, wanted: Sequence[tuple[int, Sequence[Segment]]], inline: bool = True
-    ) -> list[Future[None]]:
-        """Begin reading in the background; `join` the result. A lone piece may be read `inline`."""
-        fd = self._check()
-        pieces = [p for expert, segments in wanted for p in self._pieces(expert, segments)]
-        if inline and len(pieces) == 1:
-            done: Future[None] = Future()
-            try:
-                self._read_piece(fd, *pieces[0])
-                done.set_result(None)
-            except ReadError as error:
-                done.set_exception(error)
-            return [done]
-        return [workers().submit(self._read_piece, fd, *piece) for piece in pieces]
-
-    def join(self, tasks: Sequence[Future[None]]) -> None:
-        """Wait for every task; raise the first failure, having dropped the file."""
-        errors = [e for e in (task.exception() for task in tasks) if e is not None]
-        if errors:
-            self.close()
-            raise errors[0]
-
-    def verify(self, expert: int, planes: Sequence[np.ndarray]) -> None:
-        """Compare a record's planes, in file order, with the install's checksum."""
-        crc = 0
-        for plane in planes:
-            crc = zlib.crc32(plane.data, crc)
-        expected = self.layer.checksums[expert]
-        if crc != expected:
+    def check(self, expert: int, planes: Sequence[np.ndarray]) -> None:
+        """Compare a record, if records are being verified, with the install's checksum."""
+        if not self.verify or self.layer.checksums is None:
+            return
+        found, expected = checksum(planes), self.layer.checksums[expert]
+        if found != expected:
             raise ReadError(
-                f"{self.path}: expert {expert} at offset {self.layer.offset(expert)} has checksum "
-                f"{crc:08x}; the install recorded {expected:08x}; install it again"
+                f"{self.path}: expert {expert} at offset {self.layer.offset(expert)}: expected "
+                f"checksum {expected:08x}, found {found:08x}; install it again"
             )
 
     def close(self) -> None:
-        """Drop the file; the next read opens it again."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
     def __del__(self) -> None:
         self.close()
 
     def _open(self) -> int:
         try:
-            fd = os.open(self.path, os.O_RDONLY)
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ReadError(
                 f"{self.path}: cannot be opened: {error.strerror}; put the file back or install "
                 "it again"
             ) from error
-        need = self.layer.stride * self.layer.count
         info = os.fstat(fd)
-        if info.st_size < need:
+        if info.st_size < self.size:
             os.close(fd)
             raise ReadError(
-                f"{self.path}: truncated: expected {need} bytes, found {info.st_size}; "
+                f"{self.path}: truncated: expected {self.size} bytes, found {info.st_size}; "
                 "install it again"
             )
         self._fd = fd
         self._stamp = (info.st_size, info.st_mtime_ns, info.st_ino)
         return fd
 
-    def _check(self) -> int:
-        """The open file, if it is still the one that was opened."""
-        if self._fd is None:
-            return self._open()
-        info = os.fstat(self._fd)
-        stamp = (info.st_size, info.st_mtime_ns, info.st_ino)
-        if stamp != self._stamp or info.st_nlink == 0:
-            old = self._stamp
-            self.close()
-            what = "was removed" if info.st_nlink == 0 else "changed"
-            raise ReadError(
-                f"{self.path}: {what} while open: expected {old[0] if old else 0} bytes, found "
-                f"{info.st_size}; put the file back or install it again"
-            )
-        return self._fd
 
-    def _pieces(
-        self, expert: int, segments: Sequence[Segment]
-    ) -> list[tuple[int, int, np.ndarray]]:
-        base = self.layer.offset(expert)
+class RecordReader:
+    """Reads records of one layer straight into their rooms."""
+
+    def __init__(self, layer: PackedLayer, verify: bool = False) -> None:
+        self.file = LayerFile(layer, verify)
+        many = cores() >= MANY_CORES
+        self.chunk = CHUNK if many else layer.stride
+        self.inline_below = 2 if many else INLINE_BELOW
+
+    def read(self, wanted: Wanted) -> None:
+        """Fill every room; returns when all records have arrived and been checked.
+
+        Raises ReadError, after every task has ended, with the first failure.
+        """
+        pieces = self._pieces(wanted)
+        try:
+            fd = self._announce(wanted)
+            if len(pieces) < self.inline_below:
+                for piece in pieces:
+                    self._read_piece(fd, *piece)
+            else:
+                finish([workers().submit(self._read_piece, fd, *piece) for piece in pieces])
+            for expert, room in wanted:
+                self.file.check(expert, room.planes)
+        except ReadError:
+            self.file.drop()
+            raise
+
+    def start(self, wanted: Wanted) -> list[list[Future[None]]]:
+        """Begin reading in the background: the tasks of each record. See `arrived`."""
+        fd = self._announce(wanted)
+        return [
+            [workers().submit(self._read_piece, fd, *piece) for piece in self._pieces([one])]
+            for one in wanted
+        ]
+
+    def arrived(self, wanted: Wanted, tasks: Sequence[Sequence[Future[None]]]) -> list[int]:
+        """Wait for what `start` began: indices of the records that are whole and right."""
+        wait([task for record in tasks for task in record])
+        good = []
+        for i, ((expert, room), record) in enumerate(zip(wanted, tasks, strict=True)):
+            if any(task.cancelled() for task in record):
+                continue
+            try:
+                finish(record)
+                self.file.check(expert, room.planes)
+            except ReadError:
+                self.file.drop()
+                continue
+            good.append(i)
+        return good
+
+    def close(self) -> None:
+        """Drop the file."""
+        self.file.close()
+
+    def _announce(self, wanted: Wanted) -> int:
+        """Tell the system what will be read, so that the disk sees all of it at once."""
+        fd = self.file.fd()
+        if hasattr(os, "posix_fadvise"):
+            for expert, _ in wanted:
+                offset = self.file.layer.offset(expert)
+                os.posix_fadvise(fd, offset, self.file.layer.stride, os.POSIX_FADV_WILLNEED)
+        return fd
+
+    def _pieces(self, wanted: Wanted) -> list[tuple[int, int, np.ndarray]]:
+        """(expert, file offset, buffer) of every task."""
         pieces = []
-        for offset, buffer in segments:
-            size = CHUNK if self.split else buffer.nbytes
-            for at in range(0, buffer.nbytes, size):
-                pieces.append((expert, base + offset + at, buffer[at : at + size]))
+        for expert, room in wanted:
+            base = self.file.layer.offset(expert)
+            for offset, buffer in room.segments:
+                for at in range(0, buffer.nbytes, self.chunk):
+                    pieces.append((expert, base + offset + at, buffer[at : at + self.chunk]))
         return pieces
 
     def _read_piece(self, fd: int, expert: int, offset: int, buffer: np.ndarray) -> None:
-        read_exactly(fd, buffer, offset, f"{self.path}: expert {expert}")
+        read_exactly(fd, buffer, offset, f"{self.file.path}: expert {expert}")
 
 
-class DiskBytes:
-    """Bytes this process really fetched from disk, where the system tells (Linux)."""
+def finish(tasks: Sequence[Future[None]]) -> None:
+    """Wait for every task, then raise the first failure."""
+    wait(tasks)
+    for task in tasks:
+        task.result()
+
+
+class DiskMeter:
+    """Counts the bytes that really came from a disk, where the system tells (Linux).
+
+    The figure is the whole process's, so it is sampled around reads alone.
+    """
 
     PATH = Path("/proc/self/io")
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled and self.PATH.exists()
+    def __init__(self, clock: PhaseClock, enabled: bool) -> None:
+        self.clock = clock
+        self.enabled = enabled
 
-    def now(self) -> int | None:
-        """Cumulative physical bytes read, or None when not measured."""
+    @contextmanager
+    def sample(self) -> Iterator[None]:
+        """Count what is fetched inside, also when it fails."""
         if not self.enabled:
-            return None
+            yield
+            return
+        before = self._now()
+        try:
+            yield
+        finally:
+            self.clock.count("expert_io_bytes_physical", self._now() - before)
+            self.clock.count("expert_io_samples")
+
+    def _now(self) -> int:
         for line in self.PATH.read_text().splitlines():
             if line.startswith("read_bytes:"):
                 return int(line.split()[1])
-        return None
+        raise ReadError(f"{self.PATH} has no read_bytes; open with expert_disk_io=False")

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 
+from turbospark.counters import PhaseClock
 from turbospark.dtypes import Quant
-from turbospark.experts.base import Activation, Router
-from turbospark.experts.mlp import ExpertMLP, StackedMatrix
+from turbospark.experts.base import Activation, Router, rows_of
+from turbospark.experts.mlp import ExpertMLP, StackedMatrix, token_by_token
+from turbospark.experts.reader import LayerFile
 from turbospark.install.files import read_exactly
 from turbospark.install.packed import PackedLayer, PackedLayout
 from turbospark.install.planes import empty_planes, host_view
@@ -22,11 +25,13 @@ class ResidentExperts:
     """Every layer's experts stacked [E, rows, words]; router ids index them directly."""
 
     residency = "resident"
-    slots = 0
 
-    def __init__(self, layers: Mapping[int, ExpertMLP], toggles: LiveToggles) -> None:
+    def __init__(
+        self, layers: Mapping[int, ExpertMLP], toggles: LiveToggles, clock: PhaseClock
+    ) -> None:
         self.layers = dict(layers)
         self.toggles = toggles
+        self.clock = clock
 
     def routed(
         self,
@@ -37,25 +42,32 @@ class ResidentExperts:
         beside: mx.array | None = None,
     ) -> mx.array:
         """See `ExpertStore.routed`; nothing is waited for, so `beside` needs no start."""
-        rows = x.shape[1]
-        x, ids, weights = x.reshape(rows, -1), ids.reshape(rows, -1), weights.reshape(rows, -1)
-        if rows == 1 or self.toggles.routed_batch_prefill:
-            return self.layers[layer](x, ids, weights)[None]
-        each = [
-            self.layers[layer](x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
-            for t in range(rows)
-        ]
-        return mx.concatenate(each, axis=0)[None]
+        x, ids, weights = rows_of(x, ids, weights)
+        self.clock.count("expert_requests", ids.size)
+        self.clock.count("expert_hits", ids.size)
+        batched = len(x) == 1 or self.toggles.routed_batch_prefill
+        self.clock.count("routed_passes", 1 if batched else len(x))
+        mlp = self.layers[layer]
+        return (mlp(x, ids, weights) if batched else token_by_token(mlp, x, ids, weights))[None]
 
-    def watch(self, layer: int, router: Router) -> None:
+    def watch(self, layer: int, router: Router, beside: bool = False) -> None:
         """See `ExpertStore.watch`; there is nothing to look ahead for."""
 
     def close(self) -> None:
         """See `ExpertStore.close`."""
+        self.layers.clear()
+
+    @property
+    def effective(self) -> set[str]:
+        return {"routed_batch_prefill"}
 
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for mlp in self.layers.values() for a in mlp.arrays())
+
+    @property
+    def formula(self) -> str:
+        return f"all experts of {len(self.layers)} layers"
 
     @property
     def buffers(self) -> int:
@@ -67,17 +79,30 @@ def load_resident(
     activation: Activation,
     dtype: mx.Dtype,
     toggles: LiveToggles,
+    clock: PhaseClock,
     padded_routes: int | None = None,
+    verify_reads: bool = False,
 ) -> ResidentExperts:
     """Read every record of the layout; dense weights and affine companions become `dtype`.
 
     `padded_routes` is handed to every `ExpertMLP`.
     """
-    layers = {
-        i: replace(_load_layer(layer, activation, dtype), padded_routes=padded_routes)
-        for i, layer in layout.layers.items()
-    }
-    return ResidentExperts(layers, toggles)
+    layers = {}
+    for index, layer in layout.layers.items():
+        if verify_reads:
+            _verify(layer)
+        layers[index] = replace(_load_layer(layer, activation, dtype), padded_routes=padded_routes)
+    return ResidentExperts(layers, toggles, clock)
+
+
+def _verify(layer: PackedLayer) -> None:
+    """Hold every record against the install's checksum before it is loaded role by role."""
+    file = LayerFile(layer, verify=True)
+    record = np.empty(layer.stride, np.uint8)
+    for expert in range(layer.count):
+        layer.read_record_into(expert, record)
+        file.check(expert, layer.record.planes(record))
+    file.close()
 
 
 def _load_layer(layer: PackedLayer, activation: Activation, dtype: mx.Dtype) -> ExpertMLP:

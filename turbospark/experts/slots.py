@@ -1,11 +1,13 @@
 """Slot memory of one layer: records as they lie on disk, seen as matrices without a copy.
 
-Knows pools, views and where a record's bytes go. Does not know which expert is where.
+Knows pools, views, where a record's bytes go and which slots unfinished work still reads. Does not
+know which expert is where.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -13,7 +15,7 @@ import numpy as np
 
 from turbospark.experts.base import Activation
 from turbospark.experts.mlp import ExpertMLP, StackedMatrix
-from turbospark.experts.reader import Segment
+from turbospark.experts.reader import Room
 from turbospark.install.planes import MX_DTYPES, host_view
 from turbospark.install.record import PROJECTIONS, RecordLayout
 
@@ -23,9 +25,12 @@ _DTYPES = {**MX_DTYPES, "uint32": mx.uint32}
 class SlotPool:
     """`slots` records in one array, and the expert MLP whose stacked matrices are views of it.
 
-    Host writes through `segments` are seen by the views. MLX never writes a pool: an MLX update
-    of an array with aliases moves it elsewhere. With `strided` False each plane has an array of
-    its own, because CUDA's gathered products refuse strided matrices.
+    Host writes into `rooms` are seen by the views. MLX never writes a pool: an MLX update of an
+    array with aliases moves it elsewhere. With `strided` False each plane has an array of its own,
+    because CUDA's gathered products refuse strided matrices.
+
+    A graph that is evaluated after a slot was overwritten sees the new bytes, so whoever computes
+    with slots says so (`hold`), and nothing is written into `busy` slots before `release`.
     """
 
     def __init__(
@@ -33,27 +38,28 @@ class SlotPool:
     ) -> None:
         self.record = record
         self.slots = slots
-        if strided and all(t.offset % _DTYPES[t.dtype].size == 0 for t in record.tensors.values()):
+        if strided and fits_views(record, slots):
             self._one_pool()
         else:
             self._plane_pools()
         self.mlp = mlp_of(record, self._views, activation)
+        self._readers: deque[tuple[tuple[int, ...], mx.array]] = deque()
 
-    def segments(self, slot: int) -> Sequence[Segment]:
-        """Where the bytes of a record go when it is read into `slot`."""
-        return [(offset, rows[slot]) for offset, rows in self._rows]
+    def hold(self, slots: Sequence[int], y: mx.array) -> None:
+        """`y` is computed from `slots` and may not be finished."""
+        self._readers.append((tuple(slots), y))
 
-    def fill(self, slot: int, data: np.ndarray) -> None:
-        """Copy one record's uint8 bytes into `slot`."""
-        for offset, row in self.segments(slot):
-            row[:] = data[offset : offset + row.nbytes]
+    @property
+    def busy(self) -> set[int]:
+        """Slots that unfinished work may still read."""
+        return {slot for slots, _ in self._readers for slot in slots}
 
-    def planes(self, slot: int) -> list[np.ndarray]:
-        """The bytes of each plane of the record in `slot`, in file order, padding left out."""
-        if len(self._rows) > 1:
-            return [rows[slot] for _, rows in self._rows]
-        row = self._rows[0][1][slot]
-        return [row[t.offset : t.offset + t.size] for t in self.record.tensors.values()]
+    def release(self, everything: bool = True) -> None:
+        """Wait for the work that reads slots: all of it, or what was begun first."""
+        while self._readers:
+            mx.eval(self._readers.popleft()[1])
+            if not everything:
+                return
 
     @property
     def nbytes(self) -> int:
@@ -67,20 +73,33 @@ class SlotPool:
         pool = mx.zeros((self.slots, self.record.stride // 4), dtype=mx.uint32)
         mx.eval(pool)
         self._pools = [pool]
-        self._rows = [(0, host_view(pool).reshape(self.slots, -1))]
         self._views = record_views(self.record, pool)
+        rows = host_view(pool).reshape(self.slots, -1)
+        self.rooms = [Room(((0, row),), tuple(self.record.planes(row))) for row in rows]
 
     def _plane_pools(self) -> None:
+        tensors = self.record.tensors
         self._views = {
             role: mx.zeros((self.slots, *t.plane_shape), dtype=_DTYPES[t.dtype])
-            for role, t in self.record.tensors.items()
+            for role, t in tensors.items()
         }
         self._pools = list(self._views.values())
         mx.eval(self._pools)
-        self._rows = [
-            (self.record.tensors[role].offset, host_view(pool).reshape(self.slots, -1))
-            for role, pool in self._views.items()
+        rows = [host_view(pool).reshape(self.slots, -1) for pool in self._pools]
+        offsets = [t.offset for t in tensors.values()]
+        self.rooms = [
+            Room(tuple(zip(offsets, planes, strict=True)), planes)
+            for planes in zip(*rows, strict=True)
         ]
+
+
+def fits_views(record: RecordLayout, slots: int) -> bool:
+    """Whether strided views can address `slots` records: whole items, and 31-bit positions."""
+    sizes = [_DTYPES[t.dtype].size for t in record.tensors.values()]
+    aligned = all(
+        t.offset % size == 0 for t, size in zip(record.tensors.values(), sizes, strict=True)
+    )
+    return aligned and slots * record.stride // min(sizes) < 2**31
 
 
 def record_views(record: RecordLayout, pool: mx.array) -> dict[str, mx.array]:
@@ -117,6 +136,7 @@ def mlp_of(record: RecordLayout, views: dict[str, mx.array], activation: Activat
     return ExpertMLP(matrices[0], matrices[1], matrices[2], activation)
 
 
-def strided_mlp(record: RecordLayout, pool: mx.array, activation: Activation) -> ExpertMLP:
-    """The expert MLP over records that lie in `pool` uint32 [S, stride / 4]."""
-    return mlp_of(record, record_views(record, pool), activation)
+def fill(room: Room, record: np.ndarray) -> None:
+    """Copy one record's uint8 bytes into `room`."""
+    for offset, buffer in room.segments:
+        buffer[:] = record[offset : offset + buffer.nbytes]

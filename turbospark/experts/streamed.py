@@ -6,7 +6,7 @@ files (`reader`) or memory layout (`slots`). Apart from the engine the only room
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,25 +16,40 @@ import numpy as np
 
 from turbospark.counters import PhaseClock
 from turbospark.errors import ReadError
-from turbospark.experts.base import Activation, Router
-from turbospark.experts.mlp import weighted_sum
+from turbospark.experts.base import Activation, Router, rows_of
+from turbospark.experts.mlp import token_by_token, weighted_sum
 from turbospark.experts.policy import Plan, SlotCache
-from turbospark.experts.reader import DiskBytes, RecordReader
+from turbospark.experts.reader import DiskMeter, RecordReader, Room
+from turbospark.experts.routes import ChunkRoutes, in_groups
 from turbospark.experts.slots import SlotPool
 from turbospark.install.packed import PackedLayout
 from turbospark.policies import LiveToggles
 
 
+@dataclass(frozen=True)
+class _Prefetch:
+    """Records being read before they are asked for."""
+
+    plan: Plan
+    wanted: list[tuple[int, Room]]
+    tasks: list[list[Future[None]]]
+
+
 @dataclass
 class _Layer:
-    """One routed layer: its cache, memory, file, and what is still in flight."""
+    """One routed layer: its cache, memory, file, and what is being read ahead."""
 
     cache: SlotCache
     pool: SlotPool
     reader: RecordReader
-    pending: mx.array | None = None
-    prefetch: tuple[Plan, list[Future[None]]] | None = None
+    stride: int
+    count: int
     router: Router | None = None
+    prefetch: _Prefetch | None = None
+
+    def rooms(self, plan: Plan) -> list[tuple[int, Room]]:
+        """What must be read for `plan`, and where it goes."""
+        return [(plan.experts[i], self.pool.rooms[plan.slots[i]]) for i in plan.misses]
 
 
 class StreamedExperts:
@@ -64,36 +79,51 @@ class StreamedExperts:
         self.clock = clock
         self.toggles = toggles
         self.lookahead = lookahead
-        self.verify_reads = verify_reads
-        self.disk = DiskBytes(measure_disk)
+        self.meter = DiskMeter(clock, measure_disk)
         self.layers: dict[int, _Layer] = {}
         for index, layer in layout.layers.items():
-            count = min(slots, layer.count)
+            held = min(slots, layer.count)
             self.layers[index] = _Layer(
-                SlotCache(count, layer.count, policy),
-                SlotPool(layer.record, count, activation, strided),
-                RecordReader(layer),
+                SlotCache(held, layer.count, policy),
+                SlotPool(layer.record, held, activation, strided),
+                RecordReader(layer, verify_reads),
+                layer.stride,
+                layer.count,
             )
-        order = sorted(self.layers)
-        self._next = dict(pairwise(order))
+        self._next = dict(pairwise(sorted(self.layers)))
+        self._beside = False
+
+    @property
+    def effective(self) -> set[str]:
+        names = {"routed_pipeline", "routed_batch_prefill"}
+        return names | {"shared_expert_overlap"} if self._beside else names
 
     @property
     def nbytes(self) -> int:
         return sum(layer.pool.nbytes for layer in self.layers.values())
 
     @property
+    def formula(self) -> str:
+        per_slot = sum(layer.stride for layer in self.layers.values())
+        return f"{self.slots} slots x {per_slot} bytes (one record in {len(self.layers)} layers)"
+
+    @property
     def buffers(self) -> int:
         return sum(layer.pool.buffers for layer in self.layers.values())
 
-    def watch(self, layer: int, router: Router) -> None:
+    def watch(self, layer: int, router: Router, beside: bool = False) -> None:
         """See `ExpertStore.watch`."""
-        self.layers[layer].router = router
+        self._beside |= beside
+        if self.lookahead:
+            self.layers[layer].router = router
 
     def close(self) -> None:
         """See `ExpertStore.close`."""
         for layer in self.layers.values():
-            self._collect(layer)
+            self._collect(layer, ())
+            layer.pool.release()
             layer.reader.close()
+        self.layers.clear()
 
     def routed(
         self,
@@ -105,23 +135,17 @@ class StreamedExperts:
     ) -> mx.array:
         """See `ExpertStore.routed`."""
         state = self.layers[layer]
-        rows, k = x.shape[1], ids.shape[-1]
-        guess = self._guess(layer, x) if rows == 1 else None
-        chosen = self._read_back(ids.reshape(rows, k), beside, guess)
-        x, weights = x.reshape(rows, -1), weights.reshape(rows, k)
-        if rows == 1:
-            y = self._one_token(state, x, chosen[0], weights)
-        elif self.toggles.routed_batch_prefill:
+        guess = self._guess(layer, x)
+        x, ids, weights = rows_of(x, ids, weights)
+        chosen = self._read_back(ids, beside, guess)
+        if len(chosen) > 1 and self.toggles.routed_batch_prefill:
             y = self._chunk(state, x, chosen, weights)
         else:
-            each = [
-                self._one_token(state, x[t : t + 1], chosen[t], weights[t : t + 1])
-                for t in range(rows)
-            ]
-            y = mx.concatenate(each, axis=0)
-        self._launch(state, y)
+            tokens = iter(chosen.tolist())
+            y = token_by_token(lambda x, w: self._one_token(state, x, next(tokens), w), x, weights)
+        self._launch(y)
         if guess is not None:
-            self._prefetch(self.layers[self._next[layer]], guess)
+            self._read_ahead(self.layers[self._next[layer]], np.array(guess).ravel().tolist())
         return y[None]
 
     # --- reading back and planning ----------------------------------------------------------------
@@ -134,56 +158,35 @@ class StreamedExperts:
             mx.async_eval(ids if guess is None else (ids, guess))
             if beside is not None and self.toggles.shared_expert_overlap:
                 mx.async_eval(beside)
+                self.clock.count("shared_started")
             return np.array(ids)
 
-    def _admit(self, state: _Layer, experts: Sequence[int], avoiding: Sequence[int] = ()) -> Plan:
-        """Bring `experts` into slots, reading those that are missing."""
+    def _admit(self, state: _Layer, experts: Sequence[int]) -> tuple[int, ...]:
+        """Bring `experts` into slots, reading those that are missing; their slots, in order."""
         self._collect(state, experts)
         with self.clock.phase("router"):
-            plan = state.cache.plan(experts, avoiding)
-        if plan is None:
-            self._settle(state)
-            with self.clock.phase("router"):
-                plan = state.cache.plan(experts)
-            assert plan is not None
+            plan = state.cache.plan(experts, state.pool.busy)
+        while plan is None:
+            self._release(state, everything=False)
+            plan = state.cache.plan(experts, state.pool.busy)
         self.clock.count("expert_requests", len(experts))
         self.clock.count("expert_hits", plan.hits)
-        self._read(state, plan)
+        if plan.misses:
+            self.clock.count("expert_io_bytes_requested", len(plan.misses) * state.stride)
+            with self.clock.phase("expert_io"), self.meter.sample():
+                state.reader.read(state.rooms(plan))
         state.cache.commit(plan)
-        return plan
+        return plan.slots
 
-    def _read(self, state: _Layer, plan: Plan) -> None:
-        if not plan.misses:
-            return
-        stride = state.reader.layer.stride
-        self.clock.count("expert_io_bytes_requested", len(plan.misses) * stride)
-        with self.clock.phase("expert_io"):
-            before = self.disk.now()
-            try:
-                state.reader.read(
-                    [(plan.experts[i], state.pool.segments(plan.slots[i])) for i in plan.misses]
-                )
-            finally:
-                after = self.disk.now()
-                if before is not None and after is not None:
-                    self.clock.count("expert_io_bytes_physical", after - before)
-                    self.clock.count("expert_io_samples")
-            if self.verify_reads:
-                for i in plan.misses:
-                    state.reader.verify(plan.experts[i], state.pool.planes(plan.slots[i]))
+    def _release(self, state: _Layer, everything: bool = True) -> None:
+        with self.clock.phase("pipeline_wait"):
+            state.pool.release(everything)
 
-    def _settle(self, state: _Layer) -> None:
-        """Wait until nothing unevaluated reads this layer's slots."""
-        if state.pending is not None:
-            with self.clock.phase("pipeline_wait"):
-                mx.eval(state.pending)
-            state.pending = None
-
-    def _launch(self, state: _Layer, y: mx.array) -> None:
+    def _launch(self, y: mx.array) -> None:
         """Start the routed work now (pipeline), or finish it before going on."""
         if self.toggles.routed_pipeline:
             mx.async_eval(y)
-            state.pending = y
+            self.clock.count("routed_deferred")
         else:
             with self.clock.phase("pipeline_wait"):
                 mx.eval(y)
@@ -191,109 +194,82 @@ class StreamedExperts:
     # --- computing --------------------------------------------------------------------------------
 
     def _one_token(
-        self, state: _Layer, x: mx.array, experts: np.ndarray, weights: mx.array
+        self, state: _Layer, x: mx.array, experts: Sequence[int], weights: mx.array
     ) -> mx.array:
-        """x [1, H] -> [1, H]."""
-        self._settle(state)
-        plan = self._admit(state, [int(e) for e in experts])
+        """x [1, H], weights [1, k] -> [1, H]."""
+        self._release(state)
+        slots = self._admit(state, experts)
         with self.clock.phase("bind"):
-            slots = mx.array([plan.slots], dtype=mx.uint32)
-        y = weighted_sum(state.pool.mlp.routes(x, slots), weights)
-        state.pending = y
+            which = mx.array([slots], dtype=mx.uint32)
+        y = weighted_sum(state.pool.mlp.routes(x, which), weights)
+        state.pool.hold(slots, y)
+        self.clock.count("routed_passes")
         return y
 
     def _chunk(self, state: _Layer, x: mx.array, chosen: np.ndarray, weights: mx.array) -> mx.array:
-        """x [T, H]: every needed expert is read once; groups of experts that fit the slots."""
-        self._settle(state)
-        rows, k = chosen.shape
-        flat = chosen.reshape(-1)
-        outputs: list[mx.array] = []
-        order: list[np.ndarray] = []
-        previous: tuple[int, ...] = ()
-        for group in self._groups(state, chosen):
-            if len(outputs) > 1:
-                # Only the last group's slots are avoided; those before it must be done.
-                with self.clock.phase("pipeline_wait"):
-                    mx.eval(outputs[-2])
-            plan = self._admit(state, group, previous)
+        """x [T, H]: every needed expert is read at most once, in groups that fit the slots."""
+        self._release(state)
+        routes = ChunkRoutes(x, chosen, state.count)
+        for group in self._groups(state, np.unique(chosen).tolist()):
+            slots = self._admit(state, group)
             with self.clock.phase("bind"):
-                slot_of = np.full(state.reader.layer.count, -1, np.int64)
-                slot_of[list(plan.experts)] = plan.slots
-                slots = slot_of[flat]
-                routes = np.flatnonzero(slots >= 0)
-                routes = routes[np.argsort(slots[routes], kind="stable")]
-                which = mx.array(slots[routes].astype(np.uint32))
-                tokens = mx.array((routes // k).astype(np.uint32))
-            y = state.pool.mlp.sorted_routes(x[tokens], which)
-            mx.async_eval(y)
-            state.pending = y
-            previous = plan.slots
-            outputs.append(y)
-            order.append(routes)
-        back = mx.array(np.argsort(np.concatenate(order)).astype(np.uint32))
-        y = mx.concatenate(outputs, axis=0)[back].reshape(rows, k, -1)
-        return weighted_sum(y, weights)
+                routes.compute(state.pool, group, slots)
+            self.clock.count("routed_passes")
+        return routes.total(weights)
 
-    def _groups(self, state: _Layer, chosen: np.ndarray) -> Iterator[list[int]]:
-        """The chunk's distinct experts in groups, those already in slots first.
+    def _groups(self, state: _Layer, experts: list[int]) -> list[Sequence[int]]:
+        """A chunk's experts in groups, those already in slots first.
 
         With the pipeline on, a group takes half the slots: the next group's records are read
         into the other half while this one computes.
         """
-        size = len(state.cache.held)
-        if self.toggles.routed_pipeline:
-            size = max(1, size // 2)
-        experts = [int(e) for e in np.unique(chosen)]
+        self._collect(state, experts)
+        slots = len(state.cache.held)
         experts.sort(key=lambda e: (state.cache.slot_of(e) is None, e))
-        for at in range(0, len(experts), size):
-            yield experts[at : at + size]
+        return in_groups(experts, slots // 2 if self.toggles.routed_pipeline else slots)
 
     # --- look-ahead -------------------------------------------------------------------------------
 
     def _guess(self, layer: int, x: mx.array) -> mx.array | None:
-        """What the next layer's router would choose for this layer's input."""
-        following = self._next.get(layer)
-        router = self.layers[following].router if following is not None else None
-        return router(x) if self.lookahead and router is not None else None
+        """What the next layer's router would choose for this layer's input; decoding only."""
+        if not self.lookahead or x.shape[1] > 1 or layer not in self._next:
+            return None
+        router = self.layers[self._next[layer]].router
+        return None if router is None else router(x)
 
-    def _prefetch(self, state: _Layer, guess: mx.array) -> None:
-        """Begin reading predicted experts of the next layer; results never depend on it."""
-        experts = [int(e) for e in np.array(guess).reshape(-1)]
-        self._settle(state)
+    def _read_ahead(self, state: _Layer, experts: list[int]) -> None:
+        """Begin reading predicted experts of the next layer; results never depend on it.
+
+        As many slots stay free as the layer's own request may need.
+        """
+        self._release(state)
         plan = state.cache.reserve(experts, keep=len(experts))
         if not plan.experts:
             return
-        self.clock.count("prefetch_requests", len(plan.experts))
-        self.clock.count("prefetch_bytes", len(plan.experts) * state.reader.layer.stride)
+        wanted = state.rooms(plan)
         try:
-            tasks = state.reader.start(
-                [
-                    (expert, state.pool.segments(slot))
-                    for expert, slot in zip(plan.experts, plan.slots, strict=True)
-                ],
-                inline=False,
-            )
+            tasks = state.reader.start(wanted)
         except ReadError:
             # The request itself will meet the same file and report it.
             state.cache.publish(plan, ())
             return
-        state.prefetch = (plan, tasks)
+        state.prefetch = _Prefetch(plan, wanted, tasks)
+        self.clock.count("prefetch_requests", len(plan.experts))
+        self.clock.count("prefetch_bytes", len(plan.experts) * state.stride)
 
-    def _collect(self, state: _Layer, experts: Sequence[int] = ()) -> None:
-        """End a background read: what arrived whole is held from now on."""
-        if state.prefetch is None:
+    def _collect(self, state: _Layer, experts: Sequence[int]) -> None:
+        """End a background read, given what is really needed: wrong guesses not begun are dropped,
+        what arrived whole is held from now on.
+        """
+        ahead, state.prefetch = state.prefetch, None
+        if ahead is None:
             return
-        plan, tasks = state.prefetch
-        state.prefetch = None
         with self.clock.phase("expert_io"):
-            loaded: range | tuple[int, ...] = range(len(plan.experts))
-            try:
-                state.reader.join(tasks)
-                if self.verify_reads:
-                    for expert, slot in zip(plan.experts, plan.slots, strict=True):
-                        state.reader.verify(expert, state.pool.planes(slot))
-            except ReadError:
-                loaded = ()
-        state.cache.publish(plan, loaded)
-        used = len(set(plan.experts) & set(experts)) if loaded else 0
-        self.clock.count("prefetch_hits", used)
+            for expert, tasks in zip(ahead.plan.experts, ahead.tasks, strict=True):
+                for task in tasks:
+                    if expert not in experts:
+                        task.cancel()
+            arrived = state.reader.arrived(ahead.wanted, ahead.tasks)
+        state.cache.publish(ahead.plan, arrived)
+        hits = sum(ahead.plan.experts[i] in experts for i in arrived)
+        self.clock.count("prefetch_hits", hits)

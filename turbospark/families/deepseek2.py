@@ -266,7 +266,7 @@ class SparseMLP:
         self.router = w.linear(f"{name}.gate")
         self.experts = experts
         self.shared = DenseMLP(w, f"{name}.shared_experts") if c.shared_width else None
-        experts.watch(layer, lambda x: self.route(x)[0])
+        experts.watch(layer, lambda x: self.route(x)[0], beside=self.shared is not None)
 
     def route(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """[1, L, H] -> chosen ids and weights [1, L, k]; the weights are not renormalised."""

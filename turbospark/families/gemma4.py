@@ -308,7 +308,7 @@ class FeedForward:
             self.post_norm_1 = norm("post_feedforward_layernorm_1")
             self.pre_norm_2 = norm("pre_feedforward_layernorm_2")
             self.post_norm_2 = norm("post_feedforward_layernorm_2")
-            self.experts.watch(layer, lambda x: self.router(x)[0])
+            self.experts.watch(layer, lambda x: self.router(x)[0], beside=True)
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.down_proj(geglu_tanh(*self.gate_up(self.pre_norm(x))))

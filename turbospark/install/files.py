@@ -245,7 +245,8 @@ def read_exactly(fd: int, buffer: Any, offset: int, what: str) -> None:
                 part[:got] = data
         except OSError as err:
             raise ReadError(
-                f"{what}: read at offset {offset + done} failed: {err.strerror}"
+                f"{what}: expected {len(view)} bytes at offset {offset}, found {done}: "
+                f"{err.strerror}"
             ) from err
         if got == 0:
             raise ReadError(
