@@ -104,6 +104,8 @@ class Family:
     arch: Callable[[Any], ArchConfig]
     config_from_arch: Callable[[ArchConfig], dict[str, Any]]
     weight_shapes: Callable[[Any], dict[str, tuple[int, ...]]]
+    cache_specs: Callable[[Any], list[CacheSpec]]
+    """What each layer must remember: sizes an open before a weight is read."""
     pieces: Callable[[Any, str], tuple[Piece, ...] | None]
     build: Callable[..., Model]
     complete_config: Callable[[dict[str, Any], Mapping[str, tuple[int, ...]]], dict[str, Any]] = (

@@ -307,20 +307,20 @@ class Layer:
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def cache_specs(c: Config) -> list[CacheSpec]:
+    """What each layer must remember."""
+    return [LatentSpec(c.kv_lora_rank, c.qk_rope_head_dim)] * c.num_hidden_layers
+
+
 class Model:
     """The forward pass; see `families.base.Model` for the contract."""
 
     def __init__(self, c: Config, w: Weights, experts: ExpertStore | None) -> None:
         self.vocab_size = c.vocab_size
-        self.cache_specs: list[CacheSpec] = [
-            LatentSpec(c.kv_lora_rank, c.qk_rope_head_dim) for _ in range(c.num_hidden_layers)
-        ]
+        self.cache_specs = cache_specs(c)
+        longest = c.max_position_embeddings
         rope = make_rope(
-            c.qk_rope_head_dim,
-            c.rope_theta,
-            c.rope_scaling,
-            c.max_position_embeddings,
-            interleaved=True,
+            c.qk_rope_head_dim, c.rope_theta, c.rope_scaling, longest, interleaved=True
         )
         self.embed_tokens = w.embedding("model.embed_tokens")
         self.layers = [Layer(c, w, i, rope, experts) for i in range(c.num_hidden_layers)]
@@ -488,6 +488,7 @@ family = Family(
     arch=arch,
     config_from_arch=config_from_arch,
     weight_shapes=weight_shapes,
+    cache_specs=cache_specs,
     expert_shapes=expert_shapes,
     pieces=pieces,
     build=Model,

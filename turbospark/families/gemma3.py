@@ -12,13 +12,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from turbospark.cache.specs import CacheSpec
 from turbospark.cache.state import LayerStates
 from turbospark.errors import UnsupportedError
 from turbospark.families.base import Capabilities, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.gguf_gemma import gemma3_config, gemma3_name
-from turbospark.families.kinds import FULL, SLIDING, Kind, check_heads, read_layer_types, read_rope
+from turbospark.families.kinds import (
+    FULL,
+    SLIDING,
+    Kind,
+    check_heads,
+    layer_specs,
+    read_layer_types,
+    read_rope,
+)
 from turbospark.families.names import plain_name
 from turbospark.install.arch import ArchConfig
 from turbospark.layers.moe import geglu_tanh
@@ -220,7 +227,7 @@ class Model:
         self.vocab_size = c.vocab_size
         self.embed_by = c.hidden_size**0.5
         self.softcap = c.final_logit_softcapping
-        self.cache_specs: list[CacheSpec] = [c.kinds[name].cache_spec for name in c.layer_types]
+        self.cache_specs = layer_specs(c.kinds, c.layer_types)
         ropes = {name: k.make_rope(c.max_position_embeddings) for name, k in c.kinds.items()}
         self.embed_tokens = w.embedding("model.embed_tokens")
         self.layers = [Layer(c, w, i, ropes[name]) for i, name in enumerate(c.layer_types)]
@@ -306,6 +313,7 @@ family = Family(
     arch=arch,
     config_from_arch=config_from_arch,
     weight_shapes=weight_shapes,
+    cache_specs=lambda c: layer_specs(c.kinds, c.layer_types),
     pieces=pieces,
     build=Model,
     capabilities=Capabilities(),

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from turbospark.cache.specs import CacheSpec, SharedSpec
 from turbospark.cache.state import LayerStates
 from turbospark.errors import UnsupportedError
 from turbospark.experts.base import ExpertStore
@@ -26,6 +25,7 @@ from turbospark.families.kinds import (
     SLIDING,
     Kind,
     check_heads,
+    layer_specs,
     override_shape,
     read_layer_types,
     read_rope,
@@ -352,10 +352,7 @@ class Model:
         self.vocab_size = c.vocab_size
         self.embed_by = c.hidden_size**0.5
         self.softcap = c.final_logit_softcapping
-        self.cache_specs: list[CacheSpec] = [
-            c.kind(i).cache_spec if source is None else SharedSpec(source)
-            for i, source in enumerate(c.sources)
-        ]
+        self.cache_specs = layer_specs(c.kinds, c.layer_types, c.sources)
         factors = w.numpy("rope_freqs.weight") if "rope_freqs.weight" in w else None
         longest = c.max_position_embeddings
         ropes = {name: kind.make_rope(longest, factors) for name, kind in c.kinds.items()}
@@ -489,6 +486,7 @@ family = Family(
     arch=arch,
     config_from_arch=config_from_arch,
     weight_shapes=weight_shapes,
+    cache_specs=lambda c: layer_specs(c.kinds, c.layer_types, c.sources),
     expert_shapes=expert_shapes,
     expert_activation=lambda config: geglu_tanh,
     pieces=pieces,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from turbospark.cache.specs import CacheSpec, FullSpec, RingSpec
+from turbospark.cache.specs import CacheSpec, FullSpec, RingSpec, SharedSpec
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.families.config import ConfigReader
 from turbospark.layers.rope import Rope, make_rope
@@ -50,6 +50,17 @@ def read_layer_types(c: ConfigReader, count: int, period: int) -> tuple[str, ...
     if types is None:
         return tuple(FULL if (i + 1) % period == 0 else SLIDING for i in range(count))
     return tuple(types)
+
+
+def layer_specs(
+    kinds: dict[str, Kind], types: tuple[str, ...], sources: tuple[int | None, ...] = ()
+) -> list[CacheSpec]:
+    """What each layer must remember; one that reads the keys of its source has no memory."""
+    own = sources or (None,) * len(types)
+    return [
+        kinds[kind].cache_spec if source is None else SharedSpec(source)
+        for kind, source in zip(types, own, strict=True)
+    ]
 
 
 def read_rope(c: ConfigReader, name: str, supported: tuple[str, ...]) -> dict[str, Any]:

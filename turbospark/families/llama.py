@@ -329,17 +329,18 @@ class Layer:
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def cache_specs(c: Config) -> list[CacheSpec]:
+    """What each layer must remember."""
+    heads = (c.num_key_value_heads, c.head_dim, c.head_dim)
+    return [RingSpec(*heads, w) if w else FullSpec(*heads) for w in c.windows]
+
+
 class Model:
     """The forward pass; see `families.base.Model` for the contract."""
 
     def __init__(self, c: Config, w: Weights, experts: ExpertStore | None) -> None:
         self.vocab_size = c.vocab_size
-        self.cache_specs: list[CacheSpec] = [
-            RingSpec(c.num_key_value_heads, c.head_dim, c.head_dim, window)
-            if window
-            else FullSpec(c.num_key_value_heads, c.head_dim, c.head_dim)
-            for window in c.windows
-        ]
+        self.cache_specs = cache_specs(c)
         factors = w.numpy("rope_freqs.weight") if "rope_freqs.weight" in w else None
         rope = make_rope(
             c.head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings, factors=factors
@@ -481,6 +482,7 @@ family = Family(
     arch=arch,
     config_from_arch=config_from_arch,
     weight_shapes=weight_shapes,
+    cache_specs=cache_specs,
     expert_shapes=expert_shapes,
     expert_activation=lambda config: swiglu,
     pieces=pieces,

@@ -288,16 +288,18 @@ class Layer:
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
+def cache_specs(c: Config) -> list[CacheSpec]:
+    """What each layer must remember."""
+    heads = (c.num_key_value_heads, c.head_dim, c.head_dim)
+    return [RingSpec(*heads, c.sliding_window) if s else FullSpec(*heads) for s in c.sliding]
+
+
 class Model:
     """The forward pass; see `families.base.Model` for the contract."""
 
     def __init__(self, c: Config, w: Weights, experts: ExpertStore | None) -> None:
         self.vocab_size = c.vocab_size
-        heads = (c.num_key_value_heads, c.head_dim, c.head_dim)
-        self.cache_specs: list[CacheSpec] = [
-            RingSpec(*heads, c.sliding_window) if sliding else FullSpec(*heads)
-            for sliding in c.sliding
-        ]
+        self.cache_specs = cache_specs(c)
         rope = make_rope(c.head_dim, c.rope_theta, None, c.max_position_embeddings)
         self.embed_tokens = w.embedding("model.embed_tokens")
         self.embed_norm = RMSNorm(None, c.rms_norm_eps)
@@ -430,6 +432,7 @@ family = Family(
     arch=arch,
     config_from_arch=config_from_arch,
     weight_shapes=weight_shapes,
+    cache_specs=cache_specs,
     pieces=pieces,
     build=Model,
     capabilities=Capabilities(),

@@ -305,15 +305,18 @@ class Layer:
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def cache_specs(c: Config) -> list[CacheSpec]:
+    """What each layer must remember."""
+    full = FullSpec(c.num_key_value_heads, c.head_dim, c.head_dim)
+    return [full if kind == FULL else c.delta.memory for kind in c.layer_types]
+
+
 class Model:
     """The forward pass; see `families.base.Model` for the contract."""
 
     def __init__(self, c: Config, w: Weights, experts: ExpertStore | None) -> None:
         self.vocab_size = c.vocab_size
-        full = FullSpec(c.num_key_value_heads, c.head_dim, c.head_dim)
-        self.cache_specs: list[CacheSpec] = [
-            full if kind == FULL else c.delta.memory for kind in c.layer_types
-        ]
+        self.cache_specs = cache_specs(c)
         # The three position axes of mrope are one and the same for text.
         rope = make_rope(c.rotary_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
         self.embed_tokens = w.embedding("model.embed_tokens")
@@ -364,8 +367,7 @@ def weight_shapes(c: Config) -> Shapes:
             shapes |= _mlp_shapes(c, f"{name}.mlp.shared_expert", width)
         else:
             shapes |= _mlp_shapes(c, f"{name}.mlp", c.intermediate_size)
-    heads = mtp_shapes(c)
-    return shapes | {name: heads[name] for name in c.mtp_tensors}
+    return shapes | {name: s for name, s in mtp_shapes(c).items() if name in c.mtp_tensors}
 
 
 def mtp_shapes(c: Config) -> Shapes:
@@ -487,6 +489,7 @@ family = Family(
     arch=arch,
     config_from_arch=config_from_arch,
     weight_shapes=weight_shapes,
+    cache_specs=cache_specs,
     expert_shapes=expert_shapes,
     pieces=pieces,
     build=Model,

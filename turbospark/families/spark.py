@@ -234,16 +234,19 @@ class Layer:
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def cache_specs(c: Config) -> list[CacheSpec]:
+    """What each layer must remember."""
+    heads = (c.num_key_value_heads, c.head_dim, c.head_dim)
+    kinds = {FULL: FullSpec(*heads), SLIDING: RingSpec(*heads, c.sliding_window)}
+    return [kinds[kind] for kind in c.layer_types]
+
+
 class Model:
     """The forward pass; see `families.base.Model` for the contract."""
 
     def __init__(self, c: Config, w: Weights, experts: ExpertStore | None) -> None:
         self.vocab_size = c.vocab_size
-        heads = (c.num_key_value_heads, c.head_dim, c.head_dim)
-        self.cache_specs: list[CacheSpec] = [
-            RingSpec(*heads, c.sliding_window) if kind == SLIDING else FullSpec(*heads)
-            for kind in c.layer_types
-        ]
+        self.cache_specs = cache_specs(c)
         ropes = {
             kind: make_rope(rope.dims, rope.theta, None, c.max_position_embeddings)
             for kind, rope in c.ropes.items()
@@ -368,6 +371,7 @@ family = Family(
     arch=arch,
     config_from_arch=config_from_arch,
     weight_shapes=weight_shapes,
+    cache_specs=cache_specs,
     pieces=pieces,
     build=Model,
     capabilities=Capabilities(),
