@@ -510,9 +510,21 @@ def test_a_stack_of_another_number_of_experts_is_refused(
         run(save_folder(tmp_path / "moe", tensors, MOE), tmp_path / "out.gturbo")
 
 
-def test_a_head_beside_a_tied_table_is_left_out(tmp_path: Path) -> None:
-    source = save_folder(tmp_path / "m", llama_tensors(), LLAMA | {"tie_word_embeddings": True})
+def test_a_copy_of_the_table_beside_a_tied_table_is_left_out(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    source = save_folder(tmp_path / "m", tensors, LLAMA | {"tie_word_embeddings": True})
     assert "lm_head.weight" not in formats(run(source, tmp_path / "out.gturbo"))
+
+
+def test_another_head_beside_a_tied_table_is_refused(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][-1, -1] += 1
+    source = save_folder(tmp_path / "m", tensors, LLAMA | {"tie_word_embeddings": True})
+    with pytest.raises(SourceError, match=r"lm_head\.weight differs .* tie_word_embeddings"):
+        run(source, tmp_path / "out.gturbo")
+    assert not (tmp_path / "out.gturbo").exists()
 
 
 def test_types_of_tensors_that_are_left_out_do_not_matter(tmp_path: Path) -> None:

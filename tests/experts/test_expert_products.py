@@ -71,12 +71,12 @@ def test_every_way_equals_a_loop_over_routes(stored, bias, tokens):
         np.testing.assert_allclose(np.array(got), expected, atol=2e-5, err_msg=name)
 
 
-def test_padded_batches_may_be_split_into_blocks(monkeypatch):
+def test_padded_batches_may_be_split_by_their_bytes(monkeypatch):
     mlp, dense, vectors = build("packed", True)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(50, HIDDEN)).astype(np.float32)
     which = np.stack([rng.permutation(EXPERTS)[:3] for _ in range(50)]).astype(np.uint32)
-    monkeypatch.setattr(rooms, "BLOCK_BYTES", 2 * 3 * WIDTH * HIDDEN * 4)
+    monkeypatch.setattr(rooms, "BATCH_BYTES", 2 * 3 * WIDTH * HIDDEN * 4)
     got = padded_routes(mlp, mx.array(x), which)
     np.testing.assert_allclose(
         np.array(got), by_hand(x.astype(np.float64), which, dense, vectors), atol=2e-5
@@ -97,3 +97,12 @@ def test_the_threshold_decides_the_way_and_not_the_answer(monkeypatch):
     padded = replace(mlp, padded_routes=120)(x, mx.array(which), weights)
     assert taken == [1]
     np.testing.assert_allclose(np.array(padded), np.array(plain), atol=2e-5)
+
+
+def test_batches_hold_every_chosen_expert_once_and_pad_little():
+    counts = np.array([0, 5, 900, 3, 0, 700, 650, 4, 1, 1])
+    groups = [g.tolist() for g in rooms.batches(counts, 1)]
+    assert sorted(e for g in groups for e in g) == [1, 2, 3, 5, 6, 7, 8, 9]
+    assert groups[0] == [2, 5, 6]
+    for group in groups:
+        assert counts[group].max() <= 1.5 * counts[group].min()

@@ -28,7 +28,12 @@ from turbospark.conversion.quantize import (
     is_matrix,
     targets,
 )
-from turbospark.conversion.transfer import total_bytes, write_experts, write_resident
+from turbospark.conversion.transfer import (
+    check_tied_head,
+    total_bytes,
+    write_experts,
+    write_resident,
+)
 from turbospark.dtypes import Format
 from turbospark.errors import TurbosparkError
 from turbospark.install.quant import quant_block
@@ -99,6 +104,7 @@ def write_install(
     """Write and publish the install of an opened checkpoint; returns `dest`."""
     source, plan = checkpoint.source, checkpoint.plan
     formats = choose_formats(plan, request)
+    check_tied_head(source, plan)
     total = total_bytes(plan, formats)
     _check_space(dest, total)
     with (

@@ -14,9 +14,14 @@ from turbospark.conversion.plan import Plan, Provider, expert_name
 from turbospark.conversion.quantize import changed
 from turbospark.conversion.source import TensorSource
 from turbospark.dtypes import Format, Quant
+from turbospark.errors import SourceError
+from turbospark.families.names import plain_name
 from turbospark.install.packed import PackedWriter, RecordLayout
 from turbospark.install.planes import Planes, empty_planes, host_view, quantize
 from turbospark.install.resident import ResidentWriter
+
+HEAD = "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
 
 _BLOCK_VALUES = 1 << 20  # MLX quantizes with temporaries of up to 64 bytes per value
 Advance = Callable[[int], object]  # told the bytes written
@@ -70,6 +75,32 @@ def write_experts(
                 del planes
             mx.clear_cache()
         writer.end_layer()
+
+
+def check_tied_head(source: TensorSource, plan: Plan) -> None:
+    """Refuse to leave out an output head that is not the table it is said to be tied to."""
+    table = plan.resident.get(TABLE)
+    if table is None or HEAD in plan.resident:
+        return
+    for name, head in source.tensors.items():
+        if plain_name(name) != HEAD:
+            continue
+        alike = (head.fmt, head.shape) == (table.source.fmt, table.source.shape)
+        if not alike or not _equal(source, table, Provider(head, head.fmt, head.shape)):
+            raise SourceError(
+                f"{name} differs from {table.source.name}, but tie_word_embeddings is true and "
+                "would leave it out; set tie_word_embeddings to false in config.json to keep "
+                "both, or remove the head"
+            )
+
+
+def _equal(source: TensorSource, one: Provider, other: Provider) -> bool:
+    pairs = zip(_row_blocks(source, one), _row_blocks(source, other), strict=True)
+    return all(
+        mx.array_equal(a.view(mx.uint8), b.view(mx.uint8)).item()
+        for left, right in pairs
+        for a, b in zip(left.arrays(), right.arrays(), strict=True)
+    )
 
 
 def fetch(source: TensorSource, provider: Provider, fmt: Format) -> Planes:

@@ -5,7 +5,7 @@ Knows MLX's gathered matrix products. Does not know whether a row is an expert o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from turbospark.experts.base import Activation
 # are walked once.
 SORT_FROM = 64
 
-BLOCK_BYTES = 2 << 30
+BATCH_BYTES = 2 << 30
 """Unpacked weights of one padded batch."""
 
 
@@ -39,7 +39,8 @@ class StackedMatrix:
         """x [..., 1, in] with which [...] choosing the matrix of each row -> [..., 1, out]."""
         if isinstance(self.fmt, Raw) or self.scales is None:
             weight, rows = self._cast(x.dtype, which)
-            y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=rows, sorted_indices=is_sorted)
+            # Never `sorted_indices`: mlx 0.32.4 on CUDA then multiplies by the wrong experts.
+            y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=rows)
         else:
             y = mx.gather_qmm(
                 x,
@@ -64,25 +65,24 @@ class StackedMatrix:
         chosen = self.weight[which.flatten()].astype(dtype)
         return chosen, mx.arange(which.size, dtype=mx.uint32).reshape(which.shape)
 
-    def unpacked(self, first: int, last: int, dtype: mx.Dtype) -> mx.array:
-        """Dense weights [last - first, rows, cols] of experts first .. last - 1."""
-        part = slice(first, last)
+    def unpacked(self, experts: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Dense weights [n, rows, cols] of `experts` [n]."""
         if not isinstance(self.fmt, Quant) or self.scales is None:
-            return self.weight[part].astype(dtype)
-        biases = None if self.biases is None else self.biases[part]
+            return self.weight[experts].astype(dtype)
+        biases = None if self.biases is None else self.biases[experts]
         return mx.dequantize(
-            self.weight[part],
-            self.scales[part],
+            self.weight[experts],
+            self.scales[experts],
             biases,
             group_size=self.fmt.group_size,
             bits=self.fmt.bits,
             mode=self.fmt.mode,
         ).astype(dtype)
 
-    def batch(self, x: mx.array, first: int, last: int) -> mx.array:
-        """x [n, rows, in] of experts first .. last - 1 -> [n, rows, out]."""
-        y = x @ self.unpacked(first, last, x.dtype).swapaxes(-1, -2)
-        return y if self.bias is None else y + self.bias[first:last, None, :]
+    def batch(self, x: mx.array, experts: mx.array) -> mx.array:
+        """x [n, rows, in], one block of rows for each of `experts` [n] -> [n, rows, out]."""
+        y = x @ self.unpacked(experts, x.dtype).swapaxes(-1, -2)
+        return y if self.bias is None else y + self.bias[experts][:, None, :]
 
     def arrays(self) -> list[mx.array]:
         """The arrays held."""
@@ -150,34 +150,41 @@ def token_by_token(compute: Callable[..., mx.array], *rows: mx.array) -> mx.arra
 def padded_routes(mlp: ExpertMLP, x: mx.array, which: np.ndarray) -> mx.array:
     """x [T, H], which [T, k] -> the output of each route, [T, k, H], as dense batched products.
 
-    Each expert's rows are padded to the longest in its block, a block holding as many experts as
-    unpack into `BLOCK_BYTES`; experts nobody chose are left out.
+    Experts with similarly many rows share a batch, padded to the longest of them; experts nobody
+    chose are left out.
     """
     tokens, k = which.shape
     flat = which.reshape(-1)
     order = np.argsort(flat, kind="stable")
     counts = np.bincount(flat, minlength=mlp.gate.weight.shape[0])
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    rows, columns = mlp.down.weight.shape[-2], x.shape[-1]
-    width = mlp.gate.weight.shape[-2]
-    block = max(1, BLOCK_BYTES // (3 * width * max(rows, columns) * x.dtype.size))
-    outputs, places = [], np.empty(flat.size, np.int64)
+    starts = np.cumsum(counts) - counts
+    outputs: list[mx.array] = []
+    places = np.empty(flat.size, np.int64)
     done = 0
-    for first in range(0, len(counts), block):
-        last = min(first + block, len(counts))
-        longest = int(counts[first:last].max())
-        if longest == 0:
-            continue
-        source = np.zeros((last - first, longest), np.int64)
-        for expert in range(first, last):
-            mine = order[starts[expert] : starts[expert + 1]]
-            source[expert - first, : len(mine)] = mine // k
-            places[mine] = done + (expert - first) * longest + np.arange(len(mine))
-        batch = x[mx.array(source.astype(np.uint32))]
-        hidden = mlp.activation(
-            mlp.gate.batch(batch, first, last), mlp.up.batch(batch, first, last)
-        )
-        outputs.append(mlp.down.batch(hidden, first, last).reshape(-1, rows))
-        done += source.size
+    for experts in batches(counts, x.shape[-1] * mlp.gate.weight.shape[-2] * 3 * x.dtype.size):
+        longest = int(counts[experts].max())
+        # Row r of expert e is route order[starts[e] + r]; rows past its count repeat a valid one.
+        rank = np.minimum(np.arange(longest), counts[experts][:, None] - 1)
+        route = order[starts[experts][:, None] + rank]
+        places[route] = done + np.arange(len(experts))[:, None] * longest + rank
+        batch = x[mx.array((route // k).astype(np.uint32))]
+        ids = mx.array(experts.astype(np.uint32))
+        hidden = mlp.activation(mlp.gate.batch(batch, ids), mlp.up.batch(batch, ids))
+        outputs.append(mlp.down.batch(hidden, ids).reshape(route.size, -1))
+        done += route.size
     y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return y[mx.array(places.astype(np.uint32))].reshape(tokens, k, rows)
+    return y[mx.array(places.astype(np.uint32))].reshape(tokens, k, -1)
+
+
+def batches(counts: np.ndarray, expert_bytes: int) -> Iterator[np.ndarray]:
+    """Experts with rows, in batches whose longest has at most 1.5 times the rows of the shortest
+    and whose unpacked weights fit `BATCH_BYTES`.
+    """
+    experts = np.argsort(-counts, kind="stable")
+    experts = experts[counts[experts] > 0]
+    limit = max(1, BATCH_BYTES // expert_bytes)
+    while experts.size:
+        alike = int(np.count_nonzero(counts[experts] * 3 >= counts[experts[0]] * 2))
+        size = min(alike, limit)
+        yield experts[:size]
+        experts = experts[size:]

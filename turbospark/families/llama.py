@@ -17,6 +17,7 @@ from turbospark.cache.specs import CacheSpec, FullSpec, RingSpec
 from turbospark.cache.state import LayerStates
 from turbospark.errors import UnsupportedError
 from turbospark.experts.base import ExpertStore
+from turbospark.families.archs import PLAIN, yarn_from_arch, yarn_to_arch
 from turbospark.families.base import Capabilities, ExpertShape, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.gguf import gguf_base_config, gguf_name
@@ -84,8 +85,10 @@ def read_config(c: ConfigReader) -> Config:
             f"{c.where}: {heads} attention heads over {kv_heads} key/value heads of width "
             f"{head_dim}; heads must be a multiple of key/value heads and the width even"
         )
-    scaling = c.raw("rope_scaling")
-    scaling_kind(scaling)
+    section = c.section("rope_scaling")
+    scaling = None if section is None else dict(section.values)
+    if section is not None and scaling_kind(scaling) not in ("default", "factors"):
+        section.float("factor")
     attention_bias = kind == "qwen2" or c.bool("attention_bias", False)
     return Config(
         model_type=kind,
@@ -158,9 +161,6 @@ def _experts(c: ConfigReader, kind: str, layers: int) -> dict[str, Any]:
 
 def arch(c: Config) -> ArchConfig:
     """The manifest's description of the architecture."""
-    scaling = c.rope_scaling or {}
-    yarn = scaling if scaling_kind(c.rope_scaling) == "yarn" else {}
-    window = next((w for w in c.windows if w), 0)
     return ArchConfig(
         family=WIRES[c.model_type],
         hidden_size=c.hidden_size,
@@ -172,8 +172,7 @@ def arch(c: Config) -> ArchConfig:
         head_dim=c.head_dim,
         full_head_dim=c.head_dim,
         vocab_size=c.vocab_size,
-        sliding_window=window,
-        final_logit_softcap=0.0,
+        sliding_window=next((w for w in c.windows if w), 0),
         rope_theta=c.rope_theta,
         full_rope_theta=c.rope_theta,
         partial_rotary_factor=1.0,
@@ -181,20 +180,11 @@ def arch(c: Config) -> ArchConfig:
         num_experts=c.num_experts,
         top_k_experts=c.num_experts_per_tok,
         tie_word_embeddings=c.tie_word_embeddings,
-        attention_k_eq_v=False,
-        hidden_activation="silu",
         full_attention_layer_mask=tuple(0 if w else 1 for w in c.windows),
-        attn_output_gate=False,
         attention_scale=c.head_dim**-0.5,
-        embedding_scaled_by_sqrt_hidden=False,
-        router_scaled=False,
-        ffn_sandwich_norms=False,
-        shared_expert_gated=False,
         rope_neox_subdim=False,
-        rope_scaling_factor=float(yarn.get("factor", 0.0)),
-        rope_scaling_original_context=int(yarn.get("original_max_position_embeddings", 0)),
-        rope_scaling_beta_fast=float(yarn.get("beta_fast", 32.0 if yarn else 0.0)),
-        rope_scaling_beta_slow=float(yarn.get("beta_slow", 1.0 if yarn else 0.0)),
+        **PLAIN,
+        **yarn_to_arch(c.rope_scaling),
     )
 
 
@@ -227,14 +217,9 @@ def config_from_arch(a: ArchConfig) -> dict[str, Any]:
             moe_intermediate_size=a.moe_intermediate_size,
             norm_topk_prob=True,
         )
-    if a.rope_scaling_factor:
-        config["rope_scaling"] = dict(
-            rope_type="yarn",
-            factor=a.rope_scaling_factor,
-            original_max_position_embeddings=a.rope_scaling_original_context,
-            beta_fast=a.rope_scaling_beta_fast,
-            beta_slow=a.rope_scaling_beta_slow,
-        )
+    scaling = yarn_from_arch(a)
+    if scaling:
+        config["rope_scaling"] = scaling
     return config
 
 
