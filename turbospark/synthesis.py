@@ -18,7 +18,7 @@ import numpy as np
 
 from turbospark.conversion.opening import Checkpoint
 from turbospark.conversion.plan import Plan, Provider, expert_name, role_shape, roles
-from turbospark.conversion.quantize import Overrides, QuantRequest, choose_formats
+from turbospark.conversion.quantize import ROUTER, Overrides, QuantRequest, choose_formats
 from turbospark.conversion.run import Origin, write_install
 from turbospark.conversion.source import SourceTensor
 from turbospark.dtypes import RAW_BYTES, Format, Quant, Raw
@@ -26,7 +26,7 @@ from turbospark.errors import OptionError
 from turbospark.families import family_for_model_type
 from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
-from turbospark.install.planes import MX_DTYPES, Planes, empty_planes, host_view
+from turbospark.install.planes import MX_DTYPES, Planes, empty_planes, host_view, quantize
 from turbospark.install.staging import check_destination
 
 # --- configurations -------------------------------------------------------------------------------
@@ -165,6 +165,7 @@ def synth(
     overrides: Overrides | None = None,
     dtype: str = "bfloat16",
     seed: int = 0,
+    router_skew: float = 0.0,
     force: bool = False,
     progress: bool = True,
 ) -> Path:
@@ -174,8 +175,14 @@ def synth(
     key of config.json. Formats are chosen as in `convert`, from weights of `dtype`; quantized
     planes are drawn directly. Only one tensor, or one expert's projection, is in memory.
 
+    Random routers choose all experts alike. With `router_skew` > 0, rows of a router are multiplied
+    by rank ** -router_skew, ranks being drawn per layer, so that some experts are chosen more
+    often: with 0.75, 16 of 128 slots hit about half the time, as has been reported of real models.
+
     Raises OptionError, UnsupportedError, InstallExistsError.
     """
+    if not 0 <= router_skew < math.inf:
+        raise OptionError(f"router_skew={router_skew} must be a finite number >= 0")
     if dtype not in RAW_BYTES:
         raise OptionError(f"dtype={dtype!r}; one of {', '.join(RAW_BYTES)}")
     request = QuantRequest.of(bits, group_size, mode, overrides)
@@ -191,7 +198,7 @@ def synth(
     family_config = family.read_config(ConfigReader(config, f"synthetic {model_type}"))
     plan = _plan(family, family_config, Raw(dtype))
     formats = choose_formats(plan, request)
-    source = RandomSource(model_type, config, seed, _formatted(plan, formats))
+    source = RandomSource(model_type, config, seed, _formatted(plan, formats), router_skew)
     checkpoint = Checkpoint(source, family, family.pieces, family_config, source.plan)
     return write_install(checkpoint, dest, QuantRequest(None, {}), force, progress, Origin())
 
@@ -240,11 +247,19 @@ class RandomSource:
 
     kind = "synthetic"
 
-    def __init__(self, model_type: str, config: dict[str, Any], seed: int, plan: Plan) -> None:
+    def __init__(
+        self,
+        model_type: str,
+        config: dict[str, Any],
+        seed: int,
+        plan: Plan,
+        router_skew: float = 0.0,
+    ) -> None:
         self.path = Path(model_type)
         self.config = config
         self.seed = seed
         self.plan = plan
+        self.router_skew = router_skew
         self.sidecars: dict[str, bytes] = {}
 
     @property
@@ -266,6 +281,8 @@ class RandomSource:
         else:
             assert fmt is not None  # `_plan` gives every tensor a format
             planes = _random_raw(np.random.Generator(draw), fmt, shape, name)
+        if self.router_skew and ROUTER.search(name):
+            planes = _skewed(planes, np.random.Generator(draw), self.router_skew)
         return planes if rows is None else planes.rows(rows)
 
     def _find(self, name: str, expert: int | None) -> SourceTensor:
@@ -277,6 +294,17 @@ class RandomSource:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _skewed(planes: Planes, draw: np.random.Generator, skew: float) -> Planes:
+    """Rows multiplied by rank ** -skew, ranks in random order."""
+    ranks = draw.permutation(planes.shape[0]) + 1
+    values = planes.dense(mx.float32) * mx.array((ranks**-skew)[:, None].astype(np.float32))
+    if isinstance(planes.fmt, Quant):
+        return quantize(values, planes.fmt)
+    values = values.astype(MX_DTYPES[planes.fmt.dtype])
+    mx.eval(values)
+    return Planes(planes.fmt, planes.shape, values)
 
 
 def _random_raw(draw: np.random.Generator, fmt: Raw, shape: tuple[int, ...], name: str) -> Planes:

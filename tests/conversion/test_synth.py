@@ -110,6 +110,24 @@ def test_matrices_of_every_format_have_about_unit_gain(fmt: Format) -> None:
     np.testing.assert_array_equal(np.array(part.dense(mx.float32)), values[3:9])
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_skewed_router_prefers_some_experts(tmp_path: Path, bits: int | None) -> None:
+    def norms(skew: float) -> list[np.ndarray]:
+        path = make(
+            "qwen3_moe", tmp_path / f"{skew}", experts=32, bits=bits, router_skew=skew, force=True
+        )
+        with Install.open(path) as install:
+            names = [f"model.layers.{i}.mlp.gate.weight" for i in range(4)]
+            matrices = [np.array(install.resident.read(n).dense(mx.float32)) for n in names]
+        return [np.linalg.norm(m, axis=1) for m in matrices]
+
+    for plain, skewed in zip(norms(0.0), norms(0.75), strict=True):
+        np.testing.assert_allclose(
+            np.sort(skewed / plain)[::-1], np.arange(1, 33.0) ** -0.75, rtol=0.05
+        )
+    assert len({int(row.argmax()) for row in norms(0.75)}) > 1  # each layer has its own order
+
+
 def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
     dest = tmp_path / "m.gturbo"
     with pytest.raises(OptionError, match="no synthetic configuration for 'gpt2'; known: llama"):
@@ -118,6 +136,8 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
         make("llama", dest, experts=8)
     with pytest.raises(OptionError, match="expert_width=8: llama has no such size"):
         make("llama", dest, expert_width=8)
+    with pytest.raises(OptionError, match="router_skew=-1"):
+        make("qwen3_moe", dest, router_skew=-1)
     with pytest.raises(OptionError, match="dtype='int8'"):
         make("llama", dest, dtype="int8")
     with pytest.raises(UnsupportedError, match="100 columns, group_size 64"):
