@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from turbospark.counters import PhaseClock
 from turbospark.errors import (
     ContextOverflowError,
     EmptyPromptError,
+    OptionError,
     SessionBrokenError,
     TokenIdError,
 )
@@ -29,10 +31,16 @@ from turbospark.options import LiveToggles
 
 SMALL_SLICE = 4
 """Rows per pass with `prefill_steel` off: below MLX's switch to its large-M kernels."""
+RUNG = 16
+"""Rows before a prompt's end at which a recurrent model is remembered, besides chunk ends."""
 
 
 class Engine:
-    """Feeds tokens to a model; implements the protocol that `generation` drives."""
+    """Feeds tokens to a model; implements the protocol that `generation` drives.
+
+    `score_values` bounds rows x keys of one pass, for back ends that hold all scores of a layer at
+    once; None where attention is computed without them.
+    """
 
     def __init__(
         self,
@@ -46,6 +54,7 @@ class Engine:
         prefill_chunk: int | None,
         prefix_reuse: bool,
         clock: PhaseClock,
+        score_values: int | None = None,
     ) -> None:
         self.model = model
         self.store = store
@@ -57,6 +66,7 @@ class Engine:
         self.prefix_reuse = prefix_reuse
         self.vocab_size = model.vocab_size
         self.clock = clock
+        self.score_values = score_values
         self.kept = 0
         self.evicted = False
         self.run_ahead = False
@@ -76,12 +86,14 @@ class Engine:
     def begin(self, ids: Sequence[int]) -> int:
         """Get ready for a prompt: tokens of it that the cache already holds."""
         self._drop_ahead()
-        self.kept = self.pool.try_reuse(ids) if self.prefix_reuse else 0
-        self.evicted = False
-        if self.kept == 0 and self.prefix_reuse:
-            self.evicted = self.pool.start()
-        elif self.kept == 0:
+        self.kept, self.evicted = 0, False
+        if not self.prefix_reuse:
             self.reset(everything=False)
+            return 0
+        with mx.stream(self.device):
+            self.kept = self.pool.try_reuse(ids)
+            if self.kept == 0:
+                self.evicted = self.pool.start()
         return self.kept
 
     def prefill_steps(self, ids: Sequence[int], kept: int) -> Iterator[tuple[int, mx.array | None]]:
@@ -98,25 +110,28 @@ class Engine:
             self._look_ahead(logits)
         with self._guarded(), self.clock.phase("final_wait"):
             mx.eval(logits)
-        return logits[0]
+        return logits
 
     def finish(self) -> dict[str, Any]:
-        """What a result reports about the state it leaves behind."""
+        """What a result reports about the state it leaves behind, once."""
         self._drop_ahead()
-        return {
+        report = {
             "kv_position": self.position,
             "kv_backed_token_ids": list(self.pool.live.record.tokens),
             "reused_prefix_tokens": self.kept,
             "session_slot_evicted": self.evicted,
         }
+        self.kept, self.evicted = 0, False
+        return report
 
     def reset(self, everything: bool = True) -> None:
         """Forget the live conversation, or every one."""
         self._drop_ahead()
-        if everything:
-            self.pool.clear()
-        else:
-            self.pool.live.reset()
+        with mx.stream(self.device):
+            if everything:
+                self.pool.clear()
+            else:
+                self.pool.live.reset()
 
     def close(self) -> None:
         """Release the experts' memory, files and background work."""
@@ -130,24 +145,27 @@ class Engine:
         self, ids: Sequence[int], done: int, chunk: int | None
     ) -> Iterator[tuple[int, mx.array | None]]:
         """Feed `ids` after the present position in chunks; only the last row's head is computed."""
-        size = chunk or len(ids)
-        for at in range(0, len(ids), size):
-            part = list(ids[at : at + size])
-            last = at + size >= len(ids)
-            logits = self._chunk(part, last)
-            done += len(part)
+        at = 0
+        for end in self._ends(len(ids), self._chunk_size(len(ids), chunk)):
+            logits = None
+            while at < end:
+                rows = self._rows(end - at)
+                part, at = list(ids[at : at + rows]), at + rows
+                logits = self._pass(part, head="last" if at == len(ids) else "none")
             if self.prefix_reuse:
                 self.pool.live.keep_snapshot()
-            yield done, logits[0] if logits is not None else None
+            yield done + end, logits
 
     def score(self, ids: Sequence[int], chunk: int | None) -> mx.array:
         """float32 logits [T, vocab] of every position of `ids` fed after the present position."""
-        size = chunk or len(ids)
-        rows = []
-        for at in range(0, len(ids), size):
-            logits = self._pass(list(ids[at : at + size]), head="all")
+        size = self._chunk_size(len(ids), chunk)
+        rows, at = [], 0
+        while at < len(ids):
+            count = min(size, len(ids) - at, self._score_rows())
+            logits = self._pass(list(ids[at : at + count]), head="all")
             assert logits is not None
             rows.append(logits)
+            at += count
         with self.clock.phase("final_wait"), mx.stream(self.device):
             scores = mx.concatenate(rows, axis=0)
             mx.eval(scores)
@@ -176,21 +194,45 @@ class Engine:
         if self.position + count > self.max_context:
             raise ContextOverflowError(self.position, count, self.max_context)
 
-    def _chunk(self, ids: list[int], last: bool) -> mx.array | None:
-        """One chunk, in one pass or in the slices that the toggles ask for."""
-        rows = len(ids)
+    # --- how a prompt is cut ----------------------------------------------------------------------
+
+    @staticmethod
+    def _chunk_size(count: int, chunk: int | None) -> int:
+        if chunk is not None and chunk < 1:
+            raise OptionError(f"chunk={chunk} is not valid; give 1 or more, or None")
+        return chunk or count
+
+    def _ends(self, count: int, size: int) -> list[int]:
+        """Where the chunks of a prompt end.
+
+        A recurrent model can only go back to where its state was kept, and a chat's next prompt
+        often differs from this one in its last tokens (a retry, the opening of the reply). So a
+        point shortly before the end is kept too, at the price of one small pass.
+        """
+        ends = {*range(size, count, size), count}
+        if self.prefix_reuse and self.states.recurrent and count > RUNG:
+            ends.add(count - RUNG)
+        return sorted(ends)
+
+    def _rows(self, left: int) -> int:
+        """Rows of the next pass within a chunk: as the toggles say, and as scores allow."""
         if self.toggles.batched_gemv_prefill is False:
-            rows = 1
-        elif not self.toggles.prefill_steel:
-            rows = SMALL_SLICE
-        logits = None
-        for at in range(0, len(ids), rows):
-            final = last and at + rows >= len(ids)
-            logits = self._pass(ids[at : at + rows], head="last" if final else "none")
-        return logits
+            return 1
+        most = left if self.toggles.prefill_steel else SMALL_SLICE
+        return min(most, left, self._score_rows())
+
+    def _score_rows(self) -> int:
+        """The most rows n with n * keys <= `score_values`; keys = min(position + n, longest)."""
+        if self.score_values is None:
+            return self.max_context
+        at, values = self.position, self.score_values
+        growing = (isqrt(at * at + 4 * values) - at) // 2
+        return max(1, growing, values // max(1, self.states.longest))
+
+    # --- one pass ---------------------------------------------------------------------------------
 
     def _pass(self, ids: list[int], head: str) -> mx.array | None:
-        """One forward pass over `ids`; head "last" -> [1, vocab], "all" -> [L, vocab]."""
+        """One forward pass over `ids`; head "last" -> [vocab], "all" -> [L, vocab], evaluated."""
         self._drop_ahead()
         self._check_usable(len(ids))
         with self._guarded():
@@ -198,7 +240,7 @@ class Engine:
                 hidden, logits = self._build(mx.array([ids]), head)
             with self.clock.phase("final_wait"):
                 mx.eval([hidden if logits is None else logits, self.states.arrays()])
-        self._commit(ids)
+            self._commit(ids)
         return logits
 
     def _build(self, ids: mx.array, head: str) -> tuple[mx.array, mx.array | None]:
@@ -208,11 +250,12 @@ class Engine:
             hidden = self.model(ids, self.states)
             if head == "none":
                 return hidden, None
-            rows = hidden[:, -1:] if head == "last" else hidden
-            return hidden, self.model.head(rows)[0]
+            if head == "last":
+                return hidden, self.model.head(hidden[:, -1:])[0, 0]
+            return hidden, self.model.head(hidden)[0]
 
     def _commit(self, ids: list[int]) -> None:
-        """The pass over `ids` happened: its rows are part of the past now."""
+        """The pass over `ids` happened: its rows are part of the past now. Call it guarded."""
         self.pool.live.record.record(ids, self.states.position)
         self.states.advance()
         self.clock.count("calls", len(ids))
@@ -251,7 +294,7 @@ class Engine:
                 guess = mx.argmax(logits, axis=-1)
             _, following = self._build(guess.reshape(1, 1), "last")
             mx.async_eval([guess, following, self.states.arrays()])
-        self._ahead = _Ahead(guess, following, before)
+            self._ahead = _Ahead(guess, following, before)
 
     def _take_ahead(self, token: int) -> mx.array | None:
         """The logits, not yet waited for, of the pass in flight if it was for `token`; else it is
@@ -260,14 +303,16 @@ class Engine:
         ahead = self._ahead
         if ahead is None:
             return None
-        with self._guarded(), self.clock.phase("final_wait"):
-            right = ahead.guess.item() == token
-        if not right:
-            self._drop_ahead()
-            return None
-        self._ahead = None
-        self._commit([token])
-        return ahead.logits
+        self._check_usable(1)
+        with self._guarded():
+            with self.clock.phase("final_wait"):
+                right = ahead.guess.item() == token
+            if right:
+                self._ahead = None
+                self._commit([token])
+                return ahead.logits
+        self._drop_ahead()
+        return None
 
     def _drop_ahead(self) -> None:
         """Undo a pass in flight. Its rows lie past the position; recurrent state is put back."""
@@ -279,7 +324,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A pass in flight: the token it was built for, its logits [1, vocab], what was before."""
+    """A pass in flight: the token it was built for, its logits [vocab], what was before."""
 
     guess: mx.array
     logits: mx.array | None

@@ -29,9 +29,18 @@ class LinearKV:
         """The buffers, to be evaluated or counted; callers must not keep them."""
         return [self.keys, self.values]
 
-    def rewind_refusal(self, position: int, to: int) -> str | None:
-        """Why the layer cannot go back from `position` to `to`; None when it can."""
+    def rewind_refusal(self, furthest: int, to: int) -> str | None:
+        """Why the layer cannot go back to `to`; None when it can."""
         return None
+
+    def written(self, furthest: int) -> list[mx.array]:
+        """Copies of what positions below `furthest` left, for a file."""
+        return [mx.contiguous(a[:, :, :furthest]) for a in self.arrays()]
+
+    def refill(self, saved: list[mx.array]) -> None:
+        """Put back what `written` gave."""
+        rows = saved[0].shape[2]
+        self.keys[:, :, :rows], self.values[:, :, :rows] = saved
 
     def snapshot(self) -> None:
         """Nothing: going back is moving the position."""
@@ -159,15 +168,29 @@ class RingKV:
         """The buffers, to be evaluated or counted; callers must not keep them."""
         return [self.ring.keys, self.ring.values]
 
-    def rewind_refusal(self, position: int, to: int) -> str | None:
-        """Why the ring cannot go back from `position` to `to`; None when it can."""
+    def rewind_refusal(self, furthest: int, to: int) -> str | None:
+        """Why the ring cannot go back to `to`; None when it can.
+
+        What counts is not the present position but the furthest one ever written: rows that were
+        overwritten on the way there do not come back when the position does.
+        """
         slack = self.capacity - self.window
-        if position <= self.capacity or position - to <= slack:
+        if furthest <= self.capacity or furthest - to <= slack:
             return None
         return (
-            f"a rewind of {position - to} tokens passes the ring's slack of {slack} "
+            f"a rewind of {furthest - to} tokens passes the ring's slack of {slack} "
             f"(capacity {self.capacity}, window {self.window})"
         )
+
+    def written(self, furthest: int) -> list[mx.array]:
+        """Copies of what positions below `furthest` left, for a file."""
+        rows = min(furthest, self.capacity)
+        return [mx.contiguous(a[:, :, :rows]) for a in self.arrays()]
+
+    def refill(self, saved: list[mx.array]) -> None:
+        """Put back what `written` gave."""
+        rows = saved[0].shape[2]
+        self.ring.keys[:, :, :rows], self.ring.values[:, :, :rows] = saved
 
     def snapshot(self) -> None:
         """Nothing: going back is moving the position, within the slack."""

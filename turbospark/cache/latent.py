@@ -23,9 +23,17 @@ class LatentKV:
         """The buffer, to be evaluated or counted; callers must not keep it."""
         return [self.rows]
 
-    def rewind_refusal(self, position: int, to: int) -> str | None:
+    def rewind_refusal(self, furthest: int, to: int) -> str | None:
         """Going back is moving the position."""
         return None
+
+    def written(self, furthest: int) -> list[mx.array]:
+        """Copies of what positions below `furthest` left, for a file."""
+        return [mx.contiguous(self.rows[:, :, :furthest])]
+
+    def refill(self, saved: list[mx.array]) -> None:
+        """Put back what `written` gave."""
+        self.rows[:, :, : saved[0].shape[2]] = saved[0]
 
     def snapshot(self) -> None:
         """Nothing to keep."""

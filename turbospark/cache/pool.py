@@ -14,7 +14,7 @@ from turbospark.cache.state import LayerStates, Snapshot
 MAX_SNAPSHOTS = 4
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """All state of one conversation; parked, swapped, saved and reset as a whole."""
 
@@ -40,14 +40,17 @@ class Session:
         self._forget(snapshot.position)
 
     def keep_snapshot(self) -> None:
-        """Remember this point of a recurrent model; the oldest of too many is dropped."""
+        """Remember this point of a recurrent model; of too many the least missed is dropped."""
         if not self.states.recurrent or self.states.position == 0:
             return
         if self.snapshots and self.snapshots[-1].position == self.states.position:
             return
         self.snapshots.append(self.states.snapshot())
         if len(self.snapshots) > MAX_SNAPSHOTS:
-            del self.snapshots[0]
+            # Going back then loses least where the neighbours are closest; the newest stays.
+            at = [0, *(s.position for s in self.snapshots)]
+            gaps = [at[i + 2] - at[i] for i in range(len(at) - 2)]
+            del self.snapshots[gaps.index(min(gaps))]
 
     def _forget(self, to: int) -> None:
         self.record.rewind_to(to)
@@ -96,27 +99,30 @@ class SessionPool:
         Refusing is always safe: the prompt is then fed in full. With `drafting`, only a pure
         continuation keeps the drafter's own cache aligned.
         """
-        best = max(self.parked, key=lambda s: s.record.common_prefix(ids), default=None)
-        swapped = best is not None and best.record.common_prefix(
-            ids
-        ) > self.live.record.common_prefix(ids)
-        session = best if swapped and best is not None else self.live
-        reuse = self._reuse(session, ids, drafting, swapped)
+        common = self.live.record.common_prefix(ids)
+        best, reuse = self.live, self._reuse(self.live, ids, drafting)
+        for session in self.parked:
+            if session.record.common_prefix(ids) <= common:
+                continue  # a tie keeps the live one
+            offer = self._reuse(session, ids, drafting)
+            if offer.kept > reuse.kept:
+                best, reuse = session, offer
         if reuse.kept == 0:
             return 0
-        if swapped:
-            self._swap(session)
+        if best is not self.live:
+            self._swap(best)
         if reuse.snapshot is not None:
-            session.restore(reuse.snapshot)
-        elif reuse.kept < session.states.position:
-            session.rewind(reuse.kept)
+            best.restore(reuse.snapshot)
+        elif reuse.kept < best.states.position:
+            best.rewind(reuse.kept)
         return reuse.kept
 
     def start(self) -> bool:
         """A conversation that reuses nothing: park the live one, take over the least recently
         parked. True when that one held a conversation, which is now lost.
         """
-        if not self.parked or self.live.states.position == 0:
+        worthless = self.live.states.position == 0 or self.live.record.tainted
+        if not self.parked or worthless:
             self.live.reset()
             return False
         oldest = min(self.parked, key=lambda s: s.parked_at)
@@ -130,7 +136,7 @@ class SessionPool:
         for session in self.sessions:
             session.reset()
 
-    def _reuse(self, session: Session, ids: Sequence[int], drafting: bool, swapped: bool) -> Reuse:
+    def _reuse(self, session: Session, ids: Sequence[int], drafting: bool) -> Reuse:
         keep = session.record.common_prefix(ids)
         back = session.states.position - keep
         if keep == 0 or back < 0:
@@ -139,23 +145,19 @@ class SessionPool:
             return Reuse(keep)
         if drafting:
             return NOTHING
+        point: Snapshot | None = None
         if session.states.recurrent:
             points = [s for s in session.snapshots if s.position <= keep]
-            if not points:
+            if not points or session.states.restore_refusal(points[-1]) is not None:
                 return NOTHING
             point = points[-1]
             keep, back = point.position, session.states.position - point.position
-            if session.states.restore_refusal(point) is not None:
-                return NOTHING
-            reuse = Reuse(keep, point)
         elif session.states.rewind_refusal(keep) is not None:
             return NOTHING
-        else:
-            reuse = Reuse(keep)
         # A shallow match (two chats that share only a header) must not destroy the live session.
-        if self.parked and not swapped and back > keep:
+        if self.parked and session is self.live and back > keep:
             return NOTHING
-        return reuse
+        return Reuse(keep, point)
 
     def _swap(self, session: Session) -> None:
         self.ticks += 1

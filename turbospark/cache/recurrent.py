@@ -51,9 +51,18 @@ class RecurrentState:
         self.state, self.conv = saved
         self.tape = Tape(step.start, step.rows, replay) if step.tape else None
 
-    def rewind_refusal(self, position: int, to: int) -> str | None:
+    def rewind_refusal(self, furthest: int, to: int) -> str | None:
         """A recurrent state cannot be unrolled."""
         return "a recurrent layer cannot go back without a snapshot"
+
+    def written(self, furthest: int) -> list[mx.array]:
+        """The present state, for a file."""
+        return self.arrays()
+
+    def refill(self, saved: list[mx.array]) -> None:
+        """Put back what `written` gave."""
+        self.state, self.conv = saved
+        self.tape = None
 
     def keep_refusal(self, start: int, rows: int) -> str | None:
         """Why the pass begun at `start` cannot be cut to its first `rows`; None when it can."""

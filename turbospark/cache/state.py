@@ -59,6 +59,8 @@ class LayerStates:
         self.specs = tuple(specs)
         self.max_context = max_context
         self.position = 0
+        self.furthest = 0
+        """Positions below it were written since the last reset; a ring holds the newest of them."""
         self.step = Step(0, 0)
         # Any: a family calls what its own specs asked for, which no common type could say.
         self.layers: list[Any] = []
@@ -105,6 +107,16 @@ class LayerStates:
     def recurrent(self) -> bool:
         return any(isinstance(s, RecurrentSpec) for s in self.specs)
 
+    @property
+    def longest(self) -> int:
+        """The most rows that any attention layer can read."""
+        rows = [
+            cache.capacity if isinstance(cache, RingKV) else self.max_context
+            for cache in self.owned()
+            if not isinstance(cache, RecurrentState)
+        ]
+        return max(rows, default=0)
+
     def begin(self, rows: int, rows_attention: bool = True, tape: bool = False) -> Step:
         """Open a pass over the next `rows` positions; with `tape`, `keep_rows` can cut it."""
         self.step = Step(self.position, rows, rows_attention, tape)
@@ -113,6 +125,7 @@ class LayerStates:
     def advance(self) -> None:
         """Close the pass opened by `begin`: its rows are now part of the past."""
         self.position = self.step.end
+        self.furthest = max(self.furthest, self.position)
         self.step.replays.clear()
 
     def keep_rows(self, rows: int) -> None:
@@ -131,7 +144,7 @@ class LayerStates:
             if isinstance(cache, RecurrentState):
                 reason = cache.keep_refusal(step.start, rows)
             else:
-                reason = cache.rewind_refusal(self.position, to)
+                reason = cache.rewind_refusal(self.furthest, to)
             if reason:
                 raise UnsupportedError(f"cannot keep {rows} of {step.rows} rows: {reason}")
         for cache in self.owned():
@@ -152,7 +165,7 @@ class LayerStates:
         if to == 0:
             return None
         for cache in self.owned():
-            reason = cache.rewind_refusal(self.position, to)
+            reason = cache.rewind_refusal(self.furthest, to)
             if reason:
                 return reason
         return None
@@ -170,7 +183,7 @@ class LayerStates:
         """Why the caches cannot go back to `snapshot`; None when they can."""
         for cache in self.owned():
             if not isinstance(cache, RecurrentState):
-                reason = cache.rewind_refusal(self.position, snapshot.position)
+                reason = cache.rewind_refusal(self.furthest, snapshot.position)
                 if reason:
                     return reason
         return None
@@ -186,7 +199,9 @@ class LayerStates:
 
     def reset(self) -> None:
         """Forget everything; buffers stay."""
-        for cache in self.owned():
-            if isinstance(cache, RecurrentState):
-                cache.reset()
-        self.position = 0
+        recurrent = [c for c in self.owned() if isinstance(c, RecurrentState)]
+        for cache in recurrent:
+            cache.reset()
+        # Evaluated at once: another thread may feed these caches next.
+        mx.eval([cache.arrays() for cache in recurrent])
+        self.position = self.furthest = 0

@@ -237,7 +237,10 @@ class Layer:
 def cache_specs(c: Config) -> list[CacheSpec]:
     """What each layer must remember."""
     heads = (c.num_key_value_heads, c.head_dim, c.head_dim)
-    kinds = {FULL: FullSpec(*heads), SLIDING: RingSpec(*heads, c.sliding_window)}
+    kinds: dict[str, CacheSpec] = {
+        FULL: FullSpec(*heads),
+        SLIDING: RingSpec(*heads, c.sliding_window),
+    }
     return [kinds[kind] for kind in c.layer_types]
 
 
