@@ -7,6 +7,7 @@ or families. Peak memory: one stored tensor, plus a few megabytes of rows while 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -86,7 +87,7 @@ def check_tied_head(source: TensorSource, plan: Plan) -> None:
         if plain_name(name) != HEAD:
             continue
         alike = (head.fmt, head.shape) == (table.source.fmt, table.source.shape)
-        if not alike or not _equal(source, table, Provider(head, head.fmt, head.shape)):
+        if not alike or not _equal(source, table, replace(table, source=head)):
             raise SourceError(
                 f"{name} differs from {table.source.name}, but tie_word_embeddings is true and "
                 "would leave it out; set tie_word_embeddings to false in config.json to keep "

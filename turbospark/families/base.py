@@ -69,6 +69,10 @@ class Capabilities:
     drafters: tuple[str, ...] = ()
 
 
+NOT_BUILT = ("steering", "kv_quant", "drafters")
+"""Capabilities that no build has yet: declared by families, refused at open, left out of tables."""
+
+
 class Model(Protocol):
     """A family's forward pass over arrays already in memory. Batch is always one row of ids."""
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from turbospark.families import families
-from turbospark.families.base import Capabilities, Family
+from turbospark.families.base import NOT_BUILT, Capabilities, Family
 
 _HEAD = """\
 # Families
@@ -21,8 +21,8 @@ is each family's own declaration in `turbospark/families/`, the same that refusa
 
 - `model_type` is the key in config.json, `architecture` is `general.architecture` of a GGUF file,
   `family` is `arch.family` in an install's manifest.
-- A feature here is what the family allows. An option that this build does not have is refused when
-  a model is opened, whatever stands here.
+- A feature that no family has yet has no column; an option that asks for it is refused when a model
+  is opened.
 
 [Adding a family](adding-a-family.md) tells how a row comes about.
 """
@@ -31,7 +31,7 @@ _NAMES = ("family", "`model_type`", "`architecture`", "`family`")
 
 def markdown(listed: Sequence[Family]) -> str:
     """The whole document, a row per family and a column per feature."""
-    features = [field.name for field in fields(Capabilities)]
+    features = [f.name for f in fields(Capabilities) if f.name not in NOT_BUILT]
     notes: list[str] = []
     rows = [
         [*_NAMES, *(name.replace("_", " ") for name in features)],
