@@ -6,8 +6,9 @@ Names are imported on first use, so that `import turbospark` does not load MLX.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from turbospark.loading import load
 
 __version__ = "0.1.0"
 
@@ -78,7 +79,7 @@ def __getattr__(name: str) -> Any:
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'turbospark' has no attribute {name!r}")
-    value = getattr(import_module(module), name)
+    value = getattr(load(module), name)
     globals()[name] = value
     return value
 
