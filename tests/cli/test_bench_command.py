@@ -1,0 +1,73 @@
+"""bench: figures that can be repeated, with everything they depend on beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turbospark import Runner
+
+Command = Callable[..., Any]
+SHORT = ("--prompt-tokens", 20, "--max-new", 5, "--rounds", 2)
+
+
+def test_every_figure_has_its_conditions_beside_it(turbospark: Command) -> None:
+    data = json.loads(turbospark("bench", "tiny", *SHORT, "--json").out)
+    for name in ("prefill", "decode"):
+        speed = data[f"{name}_tokens_per_second"]
+        assert 0 < speed["min"] <= speed["median"] <= speed["max"]
+    assert data["prompt"] == {"tokens": 20, "from": "a built-in text"}
+    assert (data["new_tokens"], data["rounds"]) == (5, 2)
+    assert data["counters"]["calls"] == 2 * (20 + 4)  # the warm-up round is not counted
+    assert data["resolved"]["max_context"] == 25 and data["toggles"]["prefill_steel"] is True
+    assert {"turbospark", "mlx", "python"} <= set(data["versions"])
+    assert data["machine"]["cores"] >= 1 and data["machine"]["memory_bytes"] > 1 << 28
+    assert data["peak_resident_bytes"] > data["memory"]["weights"] > 0
+
+
+def test_the_text_says_the_same(turbospark: Command) -> None:
+    text = turbospark("bench", "tiny", *SHORT).out
+    for word in (
+        "prefill ",
+        "decode ",
+        "over 2 rounds",
+        "machine ",
+        "mlx ",
+        "toggles ",
+        "backend ",
+    ):
+        assert word in text
+    assert "max_context          25" in text and "final_wait" in text and "expert hits" not in text
+
+
+def test_the_prompt_is_repeated_to_its_length(
+    turbospark: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    real = Runner.generate
+    monkeypatch.setattr(
+        Runner, "generate", lambda self, ids, options: seen.append(ids) or real(self, ids, options)
+    )
+    found = turbospark("bench", "tiny", *SHORT, "--prompt", "abc", "--json")
+    assert json.loads(found.out)["prompt"] == {"tokens": 20, "from": "the prompt given"}
+    assert len(seen) == 3 and seen[0] == (seen[0][:3] * 7)[:20]
+
+
+def test_a_model_without_a_tokenizer_is_measured_on_random_ids(turbospark: Command) -> None:
+    data = json.loads(turbospark("bench", "wordless", *SHORT, "--json").out)
+    assert data["prompt"] == {"tokens": 20, "from": "random token ids (no tokenizer)"}
+
+
+def test_experts_and_toggles_are_told(turbospark: Command, tmp_path: Path) -> None:
+    turbospark("synth", "qwen3_moe", tmp_path / "moe", "--layers", 2)
+    words = ["--expert-cache-slots", 8, "--toggle", "routed_batch_prefill=0"]
+    data = json.loads(turbospark("bench", tmp_path / "moe", *SHORT, *words, "--json").out)
+    counters = data["counters"]
+    assert data["toggles"]["routed_batch_prefill"] is False
+    assert data["resolved"]["expert_cache_slots"] == 8
+    assert data["expert_hit_rate"] == counters["expert_hits"] / counters["expert_requests"]
+    assert "expert hits" in turbospark("bench", tmp_path / "moe", *SHORT).out

@@ -1,0 +1,75 @@
+"""The `turbospark` command: which command runs, and what a person sees when it refuses.
+
+Knows argument vectors, exit codes and standard error. Does not know what the commands do; their
+modules are imported when they run, so that `turbospark --help` loads neither MLX nor pydantic.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from turbospark.cli.parser import parse
+from turbospark.errors import OptionError, TurbosparkError
+from turbospark.loading import load
+
+REFUSED = 1
+USAGE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code.
+
+    0 done, 1 refused or failed, 2 a wrong option, 130 interrupted, 141 nobody reads the output.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    as_json = "--json" in argv
+    try:
+        args = parse(argv)
+        as_json = args.json
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = _command(args.run)(args)
+        sys.stdout.flush()
+        return code
+    except OptionError as error:
+        return _refuse(error, as_json, USAGE)
+    except (TurbosparkError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            return _stop_writing()
+        return _refuse(error, as_json, REFUSED)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def _command(where: str) -> Callable[[Any], int]:
+    module, _, name = where.partition(":")
+    return getattr(load(f"turbospark.cli.{module}"), name)
+
+
+def _refuse(error: Exception, as_json: bool, code: int) -> int:
+    """One line on standard error; with --json the same as an object on standard output."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    print(f"turbospark: {message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
+    return code
+
+
+def _stop_writing() -> int:
+    """The reader of a pipe has gone; keep Python from complaining when it flushes at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+    return BROKEN_PIPE
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"turbospark: warning: {message}", file=sys.stderr)

@@ -1,0 +1,76 @@
+"""What commands share towards the terminal: output in two forms, sizes, interruption.
+
+Knows standard output and signals. Does not know models.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+def show(args: Namespace, data: Any, text: str) -> None:
+    """Print `data` as one JSON document with --json, else `text`."""
+    print(json.dumps(data, indent=1, default=str) if args.json else text)
+
+
+def note(text: str) -> None:
+    """A line for the person, beside the output: standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def emit(text: str) -> None:
+    """A piece of streamed output, shown at once."""
+    print(text, end="", flush=True)
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    value, unit = float(count), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """A name and a value per line; None and empty values are left out."""
+    kept = {name: value for name, value in rows.items() if value not in (None, "", [], ())}
+    width = max(map(len, kept), default=0) + 2
+    return "\n".join(f"{name:<{width}}{value}" for name, value in kept.items())
+
+
+def rate(value: float | None) -> str:
+    """Tokens per second, or a dash when nothing was measured."""
+    return "-" if value is None else f"{value:.1f} tokens/s"
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks: the yielded function says so between two tokens. A second one interrupts.
+
+    A pass of the model that is interrupted half-way would cost the conversation its cache.
+    """
+    asked = threading.Event()
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

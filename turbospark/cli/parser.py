@@ -1,0 +1,327 @@
+"""The grammar of the command line: commands, arguments, flags and their help.
+
+Knows words only. Flags that are options of the library take their name, help and default from
+`OpenOptions` and `GenerationOptions`, which also check the values. The flags of a command are built
+when that command is asked for: the list of commands needs no import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from turbospark import __version__
+
+MODEL = "an install: the name of an installed model, or a directory"
+
+OPEN_FLAGS = (
+    "max_context", "min_auto_context", "load_guard", "expert_residency", "expert_cache_slots",
+    "expert_cache_policy", "expert_lookahead", "prefill_chunk", "dtype", "device", "verify",
+    "verify_reads",
+)  # fmt: skip
+SAMPLING_FLAGS = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+# Fields whose flag is not spelled like the field.
+SPELLED = {
+    "max_new_tokens": ("--max-new", "--max-new-tokens"),
+    "stop_token_ids": ("--stop-token-id",),
+}
+INTERACTIVE = {"max_context": "auto", "expert_residency": "auto", "expert_cache_slots": "auto"}
+SIZES = (
+    "layers", "hidden", "heads", "kv-heads", "head-dim", "width", "vocab", "experts", "top-k",
+    "expert-width",
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with one line instead of the whole usage when an argument is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+@dataclass(frozen=True)
+class Command:
+    """`run` is the function that does it, as "module:name" inside this package."""
+
+    help: str
+    run: str
+    flags: Callable[[argparse.ArgumentParser], None]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the command that `argv` names; its `run` says what does it."""
+    if not argv or argv[0] not in COMMANDS:
+        _overview().parse_args(argv)  # shows help or version, or says what is wrong, and exits
+    # Intermixed, so that a prompt may stand after flags.
+    return command_parser(argv[0]).parse_intermixed_args(argv[1:])
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of one command."""
+    command = COMMANDS[name]
+    parser = Parser(prog=f"turbospark {name}", description=command.help, allow_abbrev=False)
+    command.flags(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=command.run)
+    return parser
+
+
+def _overview() -> Parser:
+    parser = Parser(
+        prog="turbospark",
+        description="Run large language models locally on MLX.",
+        epilog="`turbospark COMMAND --help` shows the arguments of a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"turbospark {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help)
+    return parser
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def scalar(text: str) -> int | float | str:
+    """A number where the text is one; whether it fits is for the options to say."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def override(text: str) -> tuple[str, dict[str, Any] | None]:
+    """PATTERN=BITS[,GROUP], PATTERN=MODE or PATTERN=keep -> (pattern, settings)."""
+    pattern, equals, value = text.rpartition("=")
+    if not equals or not pattern or not value:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not PATTERN=BITS, PATTERN=BITS,GROUP, PATTERN=MODE or PATTERN=keep"
+        )
+    if value == "keep":
+        return pattern, None
+    numbers = value.split(",")
+    if not numbers[0].isdigit():
+        return pattern, {"mode": value}
+    if len(numbers) > 2 or not all(n.isdigit() for n in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: {value!r} is not BITS or BITS,GROUP")
+    return pattern, dict(zip(("bits", "group_size"), map(int, numbers), strict=False))
+
+
+def token_ids(text: str) -> list[int]:
+    """Token ids separated by commas or blanks."""
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids") from None
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """KEY=JSON -> (key, value)."""
+    key, _, value = text.partition("=")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not KEY=JSON, such as rope_theta=1e6"
+        ) from None
+
+
+# --- flags of options -----------------------------------------------------------------------------
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    title: str,
+    model: Any,
+    names: Sequence[str],
+    defaults: dict[str, str] | None = None,
+) -> None:
+    """A flag for each field; a flag that is not given leaves no trace in the namespace.
+
+    `defaults` are shown instead of the model's own where the command chooses others.
+    """
+    group = parser.add_argument_group(title)
+    for name in names:
+        field = model.model_fields[name]
+        shown = (defaults or {}).get(name, field.default)
+        text = f"{field.description}; {field.json_schema_extra['works']} [default: {_word(shown)}]"
+        settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+        settings["help"] = text.replace("%", "%%")
+        if isinstance(field.default, bool):
+            settings["action"] = "store_true"
+            settings["help"] = field.description
+        else:
+            settings |= {"type": scalar, "metavar": "VALUE"}
+        if isinstance(field.default, tuple):
+            settings |= {"action": "append", "help": f"{field.description}; repeatable"}
+        if name == "stop":
+            settings["type"] = str
+        group.add_argument(*SPELLED.get(name, (f"--{name.replace('_', '-')}",)), **settings)
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The options of `names` that were given on the command line."""
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def _convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a folder with config.json and safetensors, or a .gguf file")
+    parser.add_argument("dest", help="the install directory to write, usually NAME.gturbo")
+    _quantization(parser)
+
+
+def _pull(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("repo", help="a repository of the Hugging Face Hub, such as owner/name")
+    parser.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
+    parser.add_argument("--file", help="the .gguf file to take, where there are several")
+    parser.add_argument("--name", help="the name to install under (default: the repository's)")
+    _quantization(parser)
+
+
+def _quantization(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("quantization (default: formats stay as they are)")
+    group.add_argument("--bits", type=int, help="affine quantization to so many bits")
+    group.add_argument("--group-size", type=int, help="columns that share a scale (default: 64)")
+    group.add_argument(
+        "--mode", default="affine", help="affine (with --bits), mxfp4, mxfp8 or nvfp4"
+    )
+    group.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        type=override,
+        metavar="PATTERN=HOW",
+        help="another choice for tensors whose name matches: BITS, BITS,GROUP, a mode, or keep; "
+        "repeatable, the last match counts",
+    )
+    parser.add_argument("--force", action="store_true", help="replace an install that exists")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
+
+
+def _list(parser: argparse.ArgumentParser) -> None:
+    """No arguments."""
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help=MODEL)
+
+
+def _rm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="the name of an installed model")
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument(
+        "--receipt",
+        action="store_true",
+        help="record the result in the install, so that verify='receipt' accepts it in this place",
+    )
+
+
+def _synth(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_type", help="model_type as in config.json, such as qwen3_moe")
+    parser.add_argument("dest", help="the install directory to write")
+    group = parser.add_argument_group("sizes (default: those of a small model of the type)")
+    for name in SIZES:
+        group.add_argument(f"--{name}", type=int, metavar="N")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=setting,
+        metavar="KEY=JSON",
+        help="any other key of config.json; repeatable",
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights before quantization")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same weights (default: 0)")
+    _quantization(parser)
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument(
+        "prompt", nargs="?", help="what to say to the model; '-' or nothing reads standard input"
+    )
+    parser.add_argument("--raw", action="store_true", help="continue the text, no chat template")
+    parser.add_argument(
+        "--ids", type=token_ids, help="a prompt of token ids, such as 1,15043,29892"
+    )
+    parser.add_argument("--messages-file", help="a JSON file with a list of chat messages")
+    _talk(parser)
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
+    _talk(parser)
+
+
+def _talk(parser: argparse.ArgumentParser) -> None:
+    from turbospark.options import GenerationOptions, OpenOptions
+
+    parser.add_argument(
+        "--system", action="append", default=[], help="an instruction before the chat; repeatable"
+    )
+    parser.add_argument(
+        "--reasoning",
+        default="off",
+        help="off, low, medium, high or xhigh, for models that reason (default: off)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="only the answer, no figures")
+    length = {"max_new_tokens": "1024, or what fits the context"}
+    add_options(parser, "generation", GenerationOptions, SAMPLING_FLAGS, length)
+    names = ("chat_date", *OPEN_FLAGS)
+    add_options(parser, "opening", OpenOptions, names, INTERACTIVE)
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    from turbospark.options import OpenOptions
+
+    _model(parser)
+    parser.add_argument("--prompt", help="the prompt (default: a built-in text, or random ids)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=512, help="its length, by repeating (default: 512)"
+    )
+    parser.add_argument("--max-new", type=int, default=64, help="tokens to decode (default: 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default: 3)")
+    parser.add_argument(
+        "--toggle",
+        action="append",
+        default=[],
+        metavar="NAME=0|1",
+        help="switch one way of computing off or on; repeatable",
+    )
+    add_options(parser, "opening (pinned: the environment is not read)", OpenOptions, OPEN_FLAGS)
+
+
+COMMANDS = {
+    name: Command(help, run, flags)
+    for name, help, run, flags in (
+        ("convert", "make an install from a checkpoint or a GGUF file", "store:convert", _convert),
+        ("pull", "install a model of the Hugging Face Hub", "store:pull", _pull),
+        ("list", "list the installed models", "store:list_models", _list),
+        ("info", "show what an install holds", "store:info", _model),
+        ("rm", "delete an installed model", "store:remove", _rm),
+        ("check", "check every byte of an install, and that it runs", "store:check", _check),
+        ("run", "answer one prompt", "talk:run", _run),
+        ("chat", "talk with a model; /reset starts again, /quit ends", "talk:chat", _chat),
+        ("bench", "measure prompt and decode speed", "bench:bench", _bench),
+        ("synth", "write an install with random weights", "store:synthesize", _synth),
+    )
+}

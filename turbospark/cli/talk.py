@@ -1,0 +1,217 @@
+"""Commands that generate: one answer, or a conversation.
+
+Knows prompts as people give them, and how an answer is shown. Does not know how it is made.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from turbospark import GenerationOptions, GenerationResult, OpenOptions, Runner
+from turbospark.cli.console import emit, interruptible, note, rate, show
+from turbospark.cli.parser import OPEN_FLAGS, SAMPLING_FLAGS, given
+from turbospark.errors import ContextOverflowError, OptionError, TurbosparkError
+from turbospark.generation import Finished, Tail, Token
+
+CANCELLED = 130
+COMMANDS = "/reset starts again, /quit ends"
+
+
+def run(args: Namespace) -> int:
+    """turbospark run MODEL PROMPT"""
+    options = _generation(args)
+    prompt = _prompt(args)
+    with _open(args) as runner:
+        ids = _encode(args, runner, prompt)
+        result = _answer(args, runner, ids, options)
+        if args.json:
+            show(args, _report(runner, result), "")
+        elif not args.quiet:
+            note(_figures(result))
+    return CANCELLED if result.stop_reason == "cancelled" else 0
+
+
+def chat(args: Namespace) -> int:
+    """turbospark chat MODEL"""
+    options = _generation(args)
+    system = _system(args)
+    with _open(args, prefix_reuse=True) as runner:
+        messages = list(system)
+        for line in _lines(f"{runner.path.name}: {COMMANDS}"):
+            if line == "/quit":
+                break
+            if line == "/reset":
+                runner.reset()
+                messages = list(system)
+            elif line.startswith("/"):
+                note(f"turbospark: unknown command {line.split()[0]}; works: {COMMANDS}")
+            elif line:
+                _turn(args, runner, messages, line, options)
+    return 0
+
+
+def _turn(
+    args: Namespace,
+    runner: Runner,
+    messages: list[dict[str, Any]],
+    text: str,
+    options: GenerationOptions,
+) -> None:
+    """One question and its answer; both join `messages`. At a terminal a refusal is only shown."""
+    asked = [*messages, {"role": "user", "content": text}]
+    try:
+        result = _answer(args, runner, _encode(args, runner, asked), options)
+    except TurbosparkError as error:
+        if not sys.stdin.isatty():
+            raise
+        hint = "; /reset starts again" if isinstance(error, ContextOverflowError) else ""
+        note(f"turbospark: {error}{hint}")
+        return
+    messages[:] = [*asked, {"role": "assistant", "content": result.text or ""}]
+    if args.json:
+        print(json.dumps(_report(runner, result), default=str), flush=True)
+    elif not args.quiet and sys.stdin.isatty():
+        note(_figures(result))
+
+
+def _lines(greeting: str) -> Iterator[str]:
+    """What the person types, line by line; a prompt is shown at a terminal only."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin)
+        return
+    import readline  # noqa: F401 (gives `input` editing and history)
+
+    note(greeting)
+    while True:
+        try:
+            yield input("> ").strip()
+        except EOFError:
+            print()
+            return
+
+
+# --- the prompt -----------------------------------------------------------------------------------
+
+
+def _prompt(args: Namespace) -> str | list[int] | list[dict[str, Any]]:
+    """The one prompt that was given, in the form that says how it is meant."""
+    modes = {
+        "PROMPT": args.prompt is not None,
+        "--ids": args.ids is not None,
+        "--messages-file": args.messages_file is not None,
+    }
+    chosen = [name for name, given in modes.items() if given]
+    if len(chosen) > 1:
+        raise OptionError(f"{' and '.join(chosen)} were both given; a run has one prompt")
+    chatting = args.ids is None and not args.raw
+    only_chats = {
+        "--system": args.system,
+        "--reasoning": args.reasoning != "off",
+        "--chat-date": hasattr(args, "chat_date"),
+    }
+    for name, value in only_chats.items():
+        if value and not chatting:
+            raise OptionError(f"{name} needs a chat, but the prompt is raw text or token ids")
+    if args.raw and chosen and chosen != ["PROMPT"]:
+        raise OptionError(f"--raw continues a text, but {chosen[0]} was given")
+    if args.ids is not None:
+        return args.ids
+    if args.messages_file is not None:
+        return [*_system(args), *_messages(Path(args.messages_file))]
+    text = _read() if args.prompt in (None, "-") else args.prompt
+    return text if args.raw else [*_system(args), {"role": "user", "content": text}]
+
+
+def _read() -> str:
+    if sys.stdin.isatty():
+        note("reading the prompt; end it with Ctrl-D")
+    return sys.stdin.read()
+
+
+def _system(args: Namespace) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": text} for text in args.system]
+
+
+def _messages(path: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise OptionError(f"{path}: not JSON ({error})") from None
+    if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
+        raise OptionError(f"{path}: expected a list of messages with 'role' and 'content'")
+    return found
+
+
+def _encode(args: Namespace, runner: Runner, prompt: Any) -> list[int]:
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+        return runner.encode(prompt)
+    return runner.encode(prompt, reasoning=args.reasoning, now=runner.options.chat_date)
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+
+def _open(args: Namespace, **changes: Any) -> Runner:
+    chosen = given(args, ("chat_date", *OPEN_FLAGS))
+    return Runner.open(args.model, OpenOptions.interactive(**chosen, **changes))
+
+
+def _generation(args: Namespace) -> GenerationOptions:
+    return GenerationOptions(**given(args, SAMPLING_FLAGS))
+
+
+def _answer(
+    args: Namespace, runner: Runner, ids: list[int], options: GenerationOptions
+) -> GenerationResult:
+    """Generate, showing the answer as it comes; Ctrl-C ends it early."""
+    room = runner.max_context - len(ids)
+    if not hasattr(args, "max_new_tokens") and room > 0:
+        options = options.replace(max_new_tokens=min(options.max_new_tokens, room))
+    with interruptible() as cancel:
+        for event in runner.stream(ids, options, cancel=cancel):
+            if isinstance(event, Finished):
+                result = event.result
+            elif not args.json:
+                _show(event, runner.tokenizer is not None)
+    if not args.json:
+        print()
+    return result
+
+
+def _show(event: Any, spelled: bool) -> None:
+    """A token's text, or its id where nothing can spell it."""
+    if isinstance(event, Token):
+        emit(event.delta if spelled else f"{event.id} ")
+    elif isinstance(event, Tail):
+        emit(event.text)
+
+
+def _figures(result: GenerationResult) -> str:
+    reused = result.reused_prefix_tokens
+    fed = f"{result.prompt_tokens} tokens" + (f" ({reused} reused)" if reused else "")
+    return (
+        f"prompt {fed} in {result.prefill_seconds:.2f} s "
+        f"({rate(result.prefill_tokens_per_second)}); answer {result.new_tokens} tokens at "
+        f"{rate(result.decode_tokens_per_second)}; stopped: {result.stop_reason}"
+    )
+
+
+def _report(runner: Runner, result: GenerationResult) -> dict[str, Any]:
+    """Everything about one generation."""
+    fields = {name: value for name, value in vars(result).items() if name != "phases"}
+    return {
+        "model": runner.path,
+        **fields,
+        "new_tokens": result.new_tokens,
+        "prefill_tokens_per_second": result.prefill_tokens_per_second,
+        "decode_tokens_per_second": result.decode_tokens_per_second,
+        "phases": result.phases.as_dict(),
+        "resolved": runner.resolved.as_dict(),
+        "memory": asdict(runner.memory),
+    }
