@@ -6,13 +6,16 @@ allocate anything.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 import mlx.core as mx
 
-from turbospark.cache.specs import CacheSpec
+from turbospark.cache.pool import MAX_SNAPSHOTS
+from turbospark.cache.specs import CacheSpec, RingSpec
 from turbospark.dtypes import Quant, Raw
 from turbospark.errors import OptionError, UnsupportedError
 from turbospark.experts.mapped import scratch_bytes, zero_copy
@@ -45,6 +48,8 @@ class Resolved:
     weights: str
     """"packed" as stored, or "expanded" to `dtype` at open."""
     max_context: int
+    max_context_basis: str
+    """Where max_context comes from: "asked", or what bound "auto"."""
     prefill_chunk: int | None
     """Prompt tokens per pass; None feeds a prompt in one pass."""
     session_slots: int
@@ -78,7 +83,7 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
             mapping = "zero-copy" if zero_copy(install.experts) else "copied per use"
     best = choices(mx.Device(getattr(mx, device)))
     chunks = {"off": None, "auto": best.prefill_chunk}
-    chunk = options.prefill_chunk
+    chunk = 1 if family.capabilities.chunked_prefill else options.prefill_chunk
     return Resolved(
         family=family.name,
         model_type=model_type,
@@ -86,6 +91,7 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         dtype=dtype,
         weights="expanded" if device == "cpu" else "packed",
         max_context=0 if options.max_context == "auto" else options.max_context,
+        max_context_basis="asked",
         prefill_chunk=chunks[chunk] if isinstance(chunk, str) else chunk,
         session_slots=options.session_slots,
         prefix_reuse=options.prefix_reuse,
@@ -105,21 +111,56 @@ def resolve_context(
     specs: Sequence[CacheSpec],
     trained: int | None,
 ) -> Resolved:
-    """Settle max_context and hold the plan against the machine's memory. Raises OptionError."""
+    """Settle max_context and hold the plan against the machine's memory, before a weight is read.
+
+    `trained` is the context that the model was trained to, None where nothing says. Raises
+    OptionError.
+    """
     load = Load(
         physical=physical_memory(),
-        weights=install.resident_bytes,
+        weights=_weight_bytes(resolved, install),
         experts=_expert_bytes(resolved, install),
         specs=tuple(specs),
         itemsize=MX_DTYPES[resolved.dtype].size,
         sessions=resolved.session_slots,
         ring=options.swa_ring_capacity,
+        snapshots=MAX_SNAPSHOTS if resolved.prefix_reuse else 0,
     )
-    if options.max_context != "auto":
+    if options.max_context == "auto":
+        context, basis = auto_context(load, trained, options.load_guard, options.min_auto_context)
+        resolved = replace(resolved, max_context=context, max_context_basis=basis)
+    else:
         check_load(load, options.max_context, options.load_guard)
-        return resolved
-    context = auto_context(load, trained, options.load_guard, options.min_auto_context)
-    return replace(resolved, max_context=context)
+        _warn_past_training(options.max_context, trained)
+    _check_ring(options.swa_ring_capacity, resolved.max_context, specs)
+    return resolved
+
+
+def _warn_past_training(context: int, trained: int | None) -> None:
+    if trained is not None and context > trained:
+        warnings.warn(
+            f"max_context={context} is past the {trained} tokens that the model was trained to; "
+            "what it says there may be worthless",
+            stacklevel=5,  # the caller of Runner.open
+        )
+
+
+def _check_ring(capacity: int | None, context: int, specs: Sequence[CacheSpec]) -> None:
+    """Refuse a ring that is shorter than a window which does turn."""
+    windows = [s.window for s in specs if isinstance(s, RingSpec) and s.window < context]
+    if capacity is not None and capacity < max(windows, default=0):
+        raise OptionError(
+            f"swa_ring_capacity={capacity} is below the attention window {max(windows)} of this "
+            f"model; use at least {max(windows)}, or None"
+        )
+
+
+def _weight_bytes(resolved: Resolved, install: Install) -> int:
+    """Bytes of the resident tensors as they will be computed with."""
+    if resolved.weights == "packed":
+        return install.resident_bytes
+    itemsize = MX_DTYPES[resolved.dtype].size
+    return sum(prod(install.resident.entry(n).shape) * itemsize for n in install.resident.names)
 
 
 def _expert_bytes(resolved: Resolved, install: Install) -> int:
@@ -150,11 +191,18 @@ def refuse_unsupported(options: OpenOptions, family: Family) -> None:
                 f"{name}={value} is not supported by this build (family {family.name}); "
                 f"leave {name} at its default"
             )
-    if options.session_slots > 1 and family.capabilities.session_pool:
-        raise UnsupportedError(
-            f"session_slots={options.session_slots} is not supported by family {family.name}: "
-            f"{family.capabilities.session_pool}; use session_slots=1"
-        )
+    can = family.capabilities
+    causes = {
+        "prefix_reuse": (options.prefix_reuse, can.prefix_reuse),
+        "session_slots": (options.session_slots > 1, can.session_pool),
+        "prefill_chunk": (isinstance(options.prefill_chunk, int), can.chunked_prefill),
+    }
+    for name, (wanted, cause) in causes.items():
+        if wanted and cause is not None:
+            raise UnsupportedError(
+                f"{name}={getattr(options, name)} is not supported by family {family.name}: "
+                f"{cause}; leave {name} at its default"
+            )
 
 
 def resolve_device(asked: str) -> str:

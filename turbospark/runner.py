@@ -23,6 +23,7 @@ from turbospark.errors import (
     RunnerBusyError,
     RunnerClosedError,
     TokenizerMissingError,
+    UnsupportedError,
 )
 from turbospark.experts.opening import open_experts
 from turbospark.families import family_for_wire
@@ -38,10 +39,15 @@ from turbospark.layers.weights import Weights
 from turbospark.memory import MemoryReport
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.resolve import Resolved, resolve, resolve_context
-from turbospark.text.tokenizer import Tokenizer
+from turbospark.text.tokenizer import Tokenizer, declared_stops
 
 # Toggles that every model's forward pass reads; its expert store adds to them.
 PASS_TOGGLES = ("batched_gemv_prefill", "prefill_steel", "prefill_rows_attention")
+
+SCORE_BYTES = 64 << 20
+"""Attention scores of one layer and pass on a CPU, where MLX holds all of them: deep in a context
+a chunk is fed in smaller passes, so that memory is bounded by the chunk and not by the prompt.
+"""
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -63,12 +69,15 @@ class Runner:
         engine: Engine,
         weights_bytes: int,
         tokenizer: Tokenizer | None,
+        stop_ids: Mapping[int, str],
     ) -> None:
         self.path = path
         self.options = options
         self.resolved = resolved
         self.arch = arch
         self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        """Token id -> stop reason, for every end token of the model."""
         self._family = family
         self._engine: Engine | None = engine
         self._weights_bytes = weights_bytes
@@ -95,7 +104,14 @@ class Runner:
         family = family_for_wire(install.arch.family)
         values = install.config or family.config_from_arch(install.arch)
         config = family.read_config(ConfigReader(values, str(install.path / "manifest.json")))
-        resolved = resolve(options, install, family, values["model_type"])
+        specs = family.cache_specs(config)
+        resolved = resolve_context(
+            resolve(options, install, family, values["model_type"]),
+            options,
+            install,
+            specs,
+            values.get("max_position_embeddings"),
+        )
         device = mx.Device(mx.cpu if resolved.device == "cpu" else mx.gpu)
         dtype = MX_DTYPES[resolved.dtype]
         clock = PhaseClock()
@@ -124,18 +140,9 @@ class Runner:
             model = family.build(config, weights, store)
             if store is not None:
                 toggles.add_effective(store.effective)
-            resolved = resolve_context(
-                resolved,
-                options,
-                install,
-                model.cache_specs,
-                values.get("max_position_embeddings"),
-            )
             pool = SessionPool(
                 resolved.session_slots,
-                lambda: LayerStates(
-                    model.cache_specs, resolved.max_context, dtype, options.swa_ring_capacity
-                ),
+                lambda: LayerStates(specs, resolved.max_context, dtype, options.swa_ring_capacity),
             )
         engine = Engine(
             model,
@@ -147,8 +154,11 @@ class Runner:
             prefill_chunk=resolved.prefill_chunk,
             prefix_reuse=resolved.prefix_reuse,
             clock=clock,
+            score_values=SCORE_BYTES // (4 * install.arch.num_heads) if device == mx.cpu else None,
         )
-        tokenizer = Tokenizer.load(install.path)
+        eos = values.get("eos_token_id")
+        tokenizer = Tokenizer.load(install.path, config_eos=eos)
+        stops = tokenizer.stop_ids if tokenizer is not None else declared_stops(install.path, eos)
         return cls(
             install.path,
             options,
@@ -158,6 +168,7 @@ class Runner:
             engine,
             weights.nbytes,
             tokenizer,
+            stops,
         )
 
     # --- token level ------------------------------------------------------------------------------
@@ -168,10 +179,13 @@ class Runner:
         `chunk` overrides the opened `prefill_chunk` for this call. Raises EmptyPromptError,
         TokenIdError, ContextOverflowError before any compute.
         """
+        if chunk is not None and not self.supports_chunked_prefill:
+            raise UnsupportedError(f"prefill(chunk={chunk}): {self.chunked_prefill_refusal}")
         with self._exclusive() as engine:
             tokens = engine.check(ids)
             engine.check_room(len(tokens))
-            *_, (_, logits) = engine.feed(tokens, 0, chunk or engine.prefill_chunk)
+            size = engine.prefill_chunk if chunk is None else chunk
+            *_, (_, logits) = engine.feed(tokens, 0, size)
             assert logits is not None
             return logits
 
@@ -280,11 +294,6 @@ class Runner:
         return self._open_engine().vocab_size
 
     @property
-    def stop_ids(self) -> Mapping[int, str]:
-        """Token id -> stop reason, for every end token of the model."""
-        return self.tokenizer.stop_ids if self.tokenizer is not None else {}
-
-    @property
     def buffer_allocations(self) -> int:
         """Buffers this runner allocated (KV, state, expert slots); flat while decoding."""
         engine = self._open_engine()
@@ -369,6 +378,9 @@ class Runner:
 
     @prefix_reuse.setter
     def prefix_reuse(self, enabled: bool) -> None:
+        cause = self._family.capabilities.prefix_reuse
+        if enabled and cause is not None:
+            raise UnsupportedError(f"prefix_reuse: not by family {self._family.name}: {cause}")
         self._open_engine().prefix_reuse = bool(enabled)
 
     # --- lifetime ---------------------------------------------------------------------------------

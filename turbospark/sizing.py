@@ -118,6 +118,8 @@ class Load:
     itemsize: int
     sessions: int
     ring: int | None
+    snapshots: int = 0
+    """States of recurrent layers that each session may keep besides its present one."""
 
     @property
     def committed(self) -> int:
@@ -125,11 +127,20 @@ class Load:
 
     def kv(self, context: int) -> int:
         """Bytes of all sessions' caches at `context`."""
-        return self.sessions * kv_bytes(self.specs, context, self.itemsize, self.ring)
+        states = [s for s in self.specs if isinstance(s, RecurrentSpec)]
+        kept = self.snapshots * kv_bytes(states, context, self.itemsize, self.ring)
+        return self.sessions * (kv_bytes(self.specs, context, self.itemsize, self.ring) + kept)
 
     def available(self, reserve: int) -> int:
         """Bytes left for caches."""
         return max(0, self.physical - self.committed - reserve)
+
+    def subtraction(self, reserve: int) -> str:
+        """`available` for people."""
+        return (
+            f"{_mib(self.physical)} memory - {_mib(self.weights)} weights - "
+            f"{_mib(self.experts)} experts - {_mib(reserve)} reserve"
+        )
 
     def largest(self, budget: int) -> int:
         """The largest multiple of 1024 positions whose caches fit `budget`; 0 if none."""
@@ -156,44 +167,43 @@ def check_load(load: Load, context: int, guard: LoadGuard | int) -> None:
         return
     available = load.available(tier.reserve)
     if kv > available:
+        fits = load.largest(available)
         raise OptionError(
             f"max_context={context} needs {_mib(kv)} of KV for {load.sessions} session(s), but "
-            f"{_mib(available)} are available: {_mib(load.physical)} memory - "
-            f"{_mib(load.weights)} weights - {_mib(load.experts)} experts - "
-            f"{_mib(tier.reserve)} reserve; the largest context that fits is "
-            f"{load.largest(available)} (load_guard='off' opens anyway)"
+            f"{_mib(available)} are available: {load.subtraction(tier.reserve)}; "
+            f"{f'the largest context that fits is {fits}' if fits else 'no context fits'} "
+            "(load_guard='off' opens anyway)"
         )
 
 
-def auto_context(load: Load, trained: int | None, guard: LoadGuard | int, floor: int) -> int:
-    """The context for "auto": the trained one, as far as its caches fit the guard's share.
+def auto_context(
+    load: Load, trained: int | None, guard: LoadGuard | int, floor: int
+) -> tuple[int, str]:
+    """(context for "auto", what bound it): the trained one, as far as its caches fit the guard's
+    share.
 
-    Refuses to come out below `floor` (min_auto_context), naming what bound it.
+    Refuses to come out below `floor` (min_auto_context), naming what bound it. Raises OptionError.
     """
     tier = GUARDS[LoadGuard.RELAXED if isinstance(guard, int) else guard]
-    bound, reason = min(trained or DEFAULT_MAX_CONTEXT, CONTEXT_LIMIT), "trained"
-    if not trained:
-        reason = "undeclared"
+    bound, basis = DEFAULT_MAX_CONTEXT, "undeclared: the install declares no trained context"
+    if trained:
+        bound, basis = min(trained, CONTEXT_LIMIT), f"trained: the model was trained to {trained}"
     if load.physical and guard is not LoadGuard.OFF:
         budget = int(tier.fraction * load.available(tier.reserve))
         if isinstance(guard, int):
             budget = min(budget, max(0, guard - load.experts))
         if load.kv(bound) > budget:
-            bound, reason = load.largest(budget), "memory"
+            bound = load.largest(budget)
+            basis = (
+                f"memory: KV may take {_mib(budget)}, {tier.fraction:.3g} of "
+                f"{load.subtraction(tier.reserve)}"
+            )
     if bound < max(floor, 1):
-        remedy = {
-            "trained": f"the model was trained to {trained} tokens",
-            "undeclared": f"the install declares no trained context, so {bound} is used",
-            "memory": (
-                f"memory bounds it: {_mib(load.physical)} - {_mib(load.committed)} committed - "
-                f"{_mib(tier.reserve)} reserve leaves a share of {tier.fraction:.3g} for KV"
-            ),
-        }[reason]
         raise OptionError(
-            f"max_context='auto' comes out at {bound}, below min_auto_context={floor}: {remedy}; "
+            f"max_context='auto' comes out at {bound}, below min_auto_context={floor} ({basis}); "
             "lower min_auto_context, give max_context as a number, or relax load_guard"
         )
-    return bound
+    return bound, basis
 
 
 def _mib(count: int) -> str:

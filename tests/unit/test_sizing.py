@@ -79,24 +79,39 @@ def load(**changes) -> Load:
 
 
 def test_auto_context_is_the_trained_one_where_memory_allows():
-    assert auto_context(load(), 32768, LoadGuard.RELAXED, 0) == 32768
-    assert auto_context(load(), None, LoadGuard.RELAXED, 0) == 4096
-    assert auto_context(load(), 1 << 24, LoadGuard.OFF, 0) == 1 << 20
+    trained = "trained: the model was trained to 32768"
+    assert auto_context(load(), 32768, LoadGuard.RELAXED, 0) == (32768, trained)
+    undeclared = "undeclared: the install declares no trained context"
+    assert auto_context(load(), None, LoadGuard.RELAXED, 0) == (4096, undeclared)
+    assert auto_context(load(), 1 << 24, LoadGuard.OFF, 0)[0] == 1 << 20
 
 
 def test_auto_context_is_bounded_by_a_share_of_what_is_left():
     # 16 - 4 - 4 reserve = 8 GiB, a quarter of it at 1 MiB per 1024 positions and 4 sessions.
     tight = load(sessions=4, specs=(FullSpec(8, 256, 256),))
-    assert auto_context(tight, 1 << 20, LoadGuard.RELAXED, 0) == 64 * 1024
+    context, basis = auto_context(tight, 1 << 20, LoadGuard.RELAXED, 0)
+    assert context == 64 * 1024
+    assert basis == (
+        "memory: KV may take 2048 MiB, 0.25 of 16384 MiB memory - 4096 MiB weights - 0 MiB experts "
+        "- 4096 MiB reserve"
+    )
 
 
 def test_auto_context_below_the_asked_floor_is_refused_with_its_cause():
-    with pytest.raises(OptionError, match="below min_auto_context=8192: the model was trained"):
+    with pytest.raises(OptionError, match=r"below min_auto_context=8192 \(trained: the model was"):
         auto_context(load(), 4096, LoadGuard.RELAXED, 8192)
     with pytest.raises(OptionError, match="declares no trained context"):
         auto_context(load(), None, LoadGuard.RELAXED, 8192)
-    with pytest.raises(OptionError, match="memory bounds it: 16384 MiB - 12288 MiB committed"):
+    with pytest.raises(OptionError, match=r"\(memory: KV may take 0 MiB, 0\.25 of 16384 MiB"):
         auto_context(load(weights=12 * GIB), 1 << 20, LoadGuard.RELAXED, 8192)
+
+
+def test_sessions_and_the_snapshots_they_may_keep_are_counted():
+    recurrent = RecurrentSpec(4, 16, 8, 3, 40)
+    state = kv_bytes([recurrent], 1000, 2, None)
+    full = kv_bytes([FullSpec(1, 256, 256)], 1000, 2, None)
+    plan = load(specs=(FullSpec(1, 256, 256), recurrent), sessions=3, snapshots=4)
+    assert plan.kv(1000) == 3 * (full + 5 * state)
 
 
 def test_an_explicit_context_that_does_not_fit_is_refused_with_the_subtraction():
@@ -107,6 +122,8 @@ def test_an_explicit_context_that_does_not_fit_is_refused_with_the_subtraction()
     assert "max_context=262144 needs 16384 MiB of KV" in message
     assert "8192 MiB are available: 16384 MiB memory - 4096 MiB weights" in message
     assert "largest context that fits is 131072" in message
+    with pytest.raises(OptionError, match=r"0 MiB are available: .*; no context fits"):
+        check_load(load(weights=12 * GIB), 1, LoadGuard.RELAXED)
     check_load(big, 1 << 18, LoadGuard.OFF)
     check_load(load(physical=0), 1 << 20, LoadGuard.RELAXED)
 

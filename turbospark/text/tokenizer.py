@@ -180,6 +180,14 @@ class Tokenizer:
         )
 
 
+def declared_stops(directory: str | Path, config_eos: int | Iterable[int] | None) -> dict[int, str]:
+    """End id -> stop reason of an install without a tokenizer: what its configuration
+    (`config_eos`) and its generation_config.json name.
+    """
+    generation = _read_json(Path(directory) / "generation_config.json").get("eos_token_id")
+    return dict.fromkeys(sorted(_ids(generation) | _ids(config_eos)), "eos")
+
+
 def _ids(value: int | Iterable[int] | None) -> set[int]:
     if value is None:
         return set()
