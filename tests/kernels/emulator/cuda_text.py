@@ -1,0 +1,99 @@
+"""The CUDA text of a launch as MLX's cuda_kernel builds it, compiled by nvcc where there is one.
+
+Knows MLX 0.32's wrapping of a body (read in its source, since a CPU build cannot print it).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from turbospark.kernels.source import Launch, prelude
+
+TYPES = {
+    mx.float32: "float",
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.int32: "int32_t",
+    mx.uint32: "uint32_t",
+    mx.uint8: "uint8_t",
+    mx.int64: "int64_t",
+}
+# What mlx/backend/cuda/device/utils.cuh brings into scope, as far as kernels use it.
+SCOPE = """
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cooperative_groups.h>
+"""
+
+
+def cuda_text(launch: Launch) -> str:
+    """The translation unit MLX hands to NVRTC for `launch`."""
+    kernel = launch.kernel
+    arguments = [
+        f"const {TYPES[a.dtype]}* {name}"
+        for name, a in zip(kernel.inputs, launch.inputs, strict=True)
+    ]
+    arguments += [
+        f"{TYPES[dtype]}* {name}"
+        for name, (_, dtype) in zip(kernel.outputs, launch.outputs, strict=True)
+    ]
+    constants = []
+    for name, value in launch.template.items():
+        if isinstance(value, bool):
+            constants.append(f"constexpr bool {name} = {str(value).lower()};")
+        elif isinstance(value, int):
+            constants.append(f"constexpr int {name} = {value};")
+        else:
+            constants.append(f"using {name} = {TYPES[value]};")
+    return "\n".join(
+        [
+            SCOPE,
+            prelude("cuda") + kernel.header,
+            "namespace mlx::core::cu {",
+            "namespace cg = cooperative_groups;",
+            f'extern "C" __global__ void custom_kernel_{kernel.name}({", ".join(arguments)}) {{',
+            *constants,
+            kernel.body,
+            "}",
+            "}",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What ptxas says of a kernel; `sass` is empty without cuobjdump."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def compile_cuda(launch: Launch, arch: str = "sm_90a") -> Compiled:
+    """Compile for `arch`; skips the test without nvcc. Raises AssertionError with nvcc's errors."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("compiling the CUDA text needs nvcc")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "k.cu"
+        source.write_text(cuda_text(launch))
+        command = [nvcc, "-std=c++17", "-cubin", f"-arch={arch}", "-Xptxas=-v", "-w"]
+        command += ["-o", str(Path(folder) / "k.cubin"), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AssertionError(f"{launch.kernel.name}: {done.stderr[:3000]}")
+    number = lambda p: int((re.search(p, done.stderr) or [0, 0])[1])  # noqa: E731
+    return Compiled(
+        number(r"Used (\d+) registers"),
+        number(r"(\d+) bytes spill stores"),
+        number(r"(\d+) bytes smem"),
+    )

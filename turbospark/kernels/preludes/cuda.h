@@ -1,0 +1,128 @@
+// The portable vocabulary for mx.fast.cuda_kernel. MLX puts it after cuda_fp16.h, cuda_bf16.h and
+// cooperative_groups.h, and before `namespace mlx::core::cu {`, which holds the kernel.
+typedef unsigned int uint;
+typedef __half float16_t;
+typedef __nv_bfloat16 bfloat16_t;
+
+#define TS_FN __device__ __forceinline__
+#define TS_THREAD
+#define TS_UNROLL _Pragma("unroll")
+#define TS_SHARED(T, name, n) __shared__ __align__(16) T name[n]
+
+TS_FN uint3 ts_u3(uint x, uint y, uint z) { uint3 r; r.x = x; r.y = y; r.z = z; return r; }
+TS_FN uint ts_linear_tid() {
+  return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+}
+#define thread_position_in_grid                                                       \
+  (ts_u3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, \
+         blockIdx.z * blockDim.z + threadIdx.z))
+#define thread_position_in_threadgroup (threadIdx)
+#define threadgroup_position_in_grid (blockIdx)
+#define threads_per_threadgroup (blockDim)
+#define threadgroups_per_grid (gridDim)
+#define threads_per_grid \
+  (ts_u3(gridDim.x * blockDim.x, gridDim.y * blockDim.y, gridDim.z * blockDim.z))
+#define thread_index_in_threadgroup (ts_linear_tid())
+#define thread_index_in_simdgroup (ts_linear_tid() & 31u)
+#define simdgroup_index_in_threadgroup (ts_linear_tid() >> 5)
+#define simdgroups_per_threadgroup ((blockDim.x * blockDim.y * blockDim.z) >> 5)
+
+#define ts_barrier() __syncthreads()
+#define ts_barrier_device() __syncthreads()
+#define ts_simd_barrier() __syncwarp()
+
+// The same tree as Apple's lowering of simd_sum: butterfly over 1, 2, 4, 8, 16.
+template <typename T> TS_FN T ts_simd_sum(T v) {
+  TS_UNROLL for (int m = 1; m < 32; m <<= 1) v += __shfl_xor_sync(0xffffffffu, v, m);
+  return v;
+}
+template <typename T> TS_FN T ts_simd_max(T v) {
+  TS_UNROLL for (int m = 1; m < 32; m <<= 1) {
+    T o = __shfl_xor_sync(0xffffffffu, v, m);
+    v = o > v ? o : v;
+  }
+  return v;
+}
+template <typename T> TS_FN T ts_simd_min(T v) {
+  TS_UNROLL for (int m = 1; m < 32; m <<= 1) {
+    T o = __shfl_xor_sync(0xffffffffu, v, m);
+    v = o < v ? o : v;
+  }
+  return v;
+}
+template <typename T> TS_FN T ts_shuffle(T v, int lane) {
+  return __shfl_sync(0xffffffffu, v, lane);
+}
+template <typename T> TS_FN T ts_shuffle_xor(T v, int m) {
+  return __shfl_xor_sync(0xffffffffu, v, m);
+}
+template <typename T> TS_FN T ts_shuffle_down(T v, int d) {
+  return __shfl_down_sync(0xffffffffu, v, d);
+}
+
+TS_FN float ts_exp(float x) { return expf(x); }
+TS_FN float ts_fast_exp(float x) { return __expf(x); }
+TS_FN float ts_log(float x) { return logf(x); }
+TS_FN float ts_sin(float x) { return sinf(x); }
+TS_FN float ts_cos(float x) { return cosf(x); }
+TS_FN float ts_tanh(float x) { return tanhf(x); }
+TS_FN float ts_sqrt(float x) { return sqrtf(x); }
+TS_FN float ts_rsqrt(float x) { return rsqrtf(x); }
+TS_FN float ts_fma(float a, float b, float c) { return fmaf(a, b, c); }
+TS_FN float ts_abs(float x) { return fabsf(x); }
+TS_FN float ts_min(float a, float b) { return b < a ? b : a; }
+TS_FN int ts_min(int a, int b) { return b < a ? b : a; }
+TS_FN uint ts_min(uint a, uint b) { return b < a ? b : a; }
+TS_FN float ts_max(float a, float b) { return b > a ? b : a; }
+TS_FN int ts_max(int a, int b) { return b > a ? b : a; }
+TS_FN uint ts_max(uint a, uint b) { return b > a ? b : a; }
+TS_FN float ts_as_float(uint u) { return __uint_as_float(u); }
+TS_FN uint ts_as_uint(float f) { return __float_as_uint(f); }
+
+// (a & mask) | bits as one instruction: the compiler makes two of it.
+TS_FN uint ts_and_or(uint a, uint mask, uint bits) {
+  uint r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));
+  return r;
+}
+
+// 8- and 16-byte accesses; pointers must be aligned to them.
+TS_FN uint2 ts_load_u32x2(const uint* p) { return *reinterpret_cast<const uint2*>(p); }
+TS_FN uint4 ts_load_u32x4(const uint* p) { return *reinterpret_cast<const uint4*>(p); }
+TS_FN float4 ts_load_f32x4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+TS_FN void ts_store_f32x4(float* p, float a, float b, float c, float d) {
+  *reinterpret_cast<float4*>(p) = make_float4(a, b, c, d);
+}
+// A read of data that is used once: past the first cache.
+TS_FN uint4 ts_stream_u32x4(const uint* p) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p));
+  return v;
+}
+// Eight values as float.
+TS_FN void ts_load8(const float* p, float* v) {
+  const float4 a = ts_load_f32x4(p), b = ts_load_f32x4(p + 4);
+  v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w;
+  v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
+}
+TS_FN void ts_load8(const __nv_bfloat16* p, float* v) {
+  const uint4 u = *reinterpret_cast<const uint4*>(p);
+  const uint w[4] = {u.x, u.y, u.z, u.w};
+  TS_UNROLL for (int i = 0; i < 4; i++) {
+    v[2 * i] = __uint_as_float(w[i] << 16);
+    v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+  }
+}
+TS_FN void ts_load8(const __half* p, float* v) {
+  const uint4 u = *reinterpret_cast<const uint4*>(p);
+  const uint w[4] = {u.x, u.y, u.z, u.w};
+  TS_UNROLL for (int i = 0; i < 4; i++) {
+    const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&w[i]));
+    v[2 * i] = f.x;
+    v[2 * i + 1] = f.y;
+  }
+}
+// A pointer for writing into an input that the kernel declares as updated in place.
+template <typename T> TS_FN T* ts_writable(const T* p) { return const_cast<T*>(p); }

@@ -1,0 +1,332 @@
+"""Packed matrix times 1 to 8 rows, with its neighbours: RMS norm before, bias, gated activation
+and residual behind.
+
+In this order: the same in plain MLX, the body, the launch, the choice between them. Knows packed
+planes; does not know layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from turbospark.dtypes import Quant
+from turbospark.kernels.choices import backend
+from turbospark.kernels.source import SIMD, Kernel, Launch, Value, ceil_div, constant
+from turbospark.kernels.unpack import CODES, HEADER, is_unpackable
+
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Around:
+    """What is fused around a product; None leaves a part out.
+
+    norm [K]: weight of an RMS norm of x with `eps`. bias [N]: added to the product. glu "silu" or
+    "gelu" (tanh): outputs i and i + N/2 become act(y[i]) * y[i + N/2]. residual [..., out]: added
+    last.
+    """
+
+    norm: mx.array | None = None
+    eps: float = 0.0
+    bias: mx.array | None = None
+    glu: str | None = None
+    residual: mx.array | None = None
+
+
+PLAIN = Around()
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """`rows` of the matrix per simdgroup, `simdgroups` per threadgroup."""
+
+    rows: int = 2
+    simdgroups: int = 8
+
+
+# Back ends on which the kernel is used. Metal keeps MLX's own products: unmeasured there.
+TUNED = {"cuda": Tuning()}
+
+
+# --- reference ------------------------------------------------------------------------------------
+
+
+def qmv_reference(
+    x: mx.array,
+    fmt: Quant,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    around: Around,
+) -> mx.array:
+    """glu(norm(x) W^T + bias) + residual.
+
+    Shapes: x [..., K]; weight uint32 [N, K * bits / 32]; scales, biases [N, K / group_size];
+    -> [..., N], or [..., N / 2] with a gated activation. dtype of x.
+    """
+    if around.norm is not None:
+        x = mx.fast.rms_norm(x, around.norm, around.eps).astype(x.dtype)
+    y = mx.quantized_matmul(
+        x,
+        weight,
+        scales,
+        biases,
+        transpose=True,
+        group_size=fmt.group_size,
+        bits=fmt.bits,
+        mode=fmt.mode,
+    )
+    if around.bias is not None:
+        y = y + around.bias
+    if around.glu is not None:
+        gate, up = mx.split(y, 2, axis=-1)
+        act = gate * mx.sigmoid(gate) if around.glu == "silu" else gelu_tanh(gate)
+        y = act * up
+    return y if around.residual is None else y + around.residual
+
+
+def gelu_tanh(x: mx.array) -> mx.array:
+    """gelu by the tanh approximation."""
+    return 0.5 * x * (1.0 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+# --- kernel ---------------------------------------------------------------------------------------
+
+# One simdgroup computes R rows of the matrix for MT rows of x. x goes through shared memory as
+# float, divided as ts_unplace says, in tiles of U * 32 chunks of 32 columns; a lane owns a chunk of
+# a tile and starts all its loads of the matrix before x is there.
+BODY = r"""
+  constexpr int CHUNKS = K / 32;
+  constexpr int TILE = 32 * U;
+  constexpr int STRIDE = 36;  // floats of a chunk in shared memory: 4 of padding against conflicts
+  constexpr int GROUPS = K / GROUP;
+  constexpr int PAIR = GLU > 0 ? R / 2 : R;  // outputs of a simdgroup
+  constexpr int OUTS = GLU > 0 ? N / 2 : N;
+  const int tid = int(thread_index_in_threadgroup);
+  const int lane = int(thread_index_in_simdgroup);
+  const int sg = int(simdgroup_index_in_threadgroup);
+  const int unit0 = (int(threadgroup_position_in_grid.x) * SG + sg) * PAIR;
+  const int token0 = int(threadgroup_position_in_grid.y) * MT;
+
+  TS_SHARED(float, x_s, MT * TILE * STRIDE);
+  TS_SHARED(float, sum_s, MT * TILE);
+  TS_SHARED(float, square_s, MT * SG);
+
+  // Rows past the end repeat the last one; they are not written.
+  int row[R];
+  for (int r = 0; r < R; r++) {
+    const int unit = ts_min(unit0 + r % PAIR, OUTS - 1);
+    row[r] = r < PAIR ? unit : OUTS + unit;
+  }
+  float acc[R][MT];
+  float square[MT];
+  for (int t = 0; t < MT; t++) {
+    square[t] = 0.0f;
+    for (int r = 0; r < R; r++) acc[r][t] = 0.0f;
+  }
+
+  for (int chunk0 = 0; chunk0 < CHUNKS; chunk0 += TILE) {
+    uint w[R][U][BITS];
+    float s[R][U], b[R][U];
+    TS_UNROLL
+    for (int u = 0; u < U; u++) {
+      const int chunk = ts_min(chunk0 + u * 32 + lane, CHUNKS - 1);
+      TS_UNROLL
+      for (int r = 0; r < R; r++) {
+        ts_chunk<BITS>(weight + (int64_t(row[r]) * CHUNKS + chunk) * BITS, w[r][u]);
+        const int64_t at = int64_t(row[r]) * GROUPS + chunk * 32 / GROUP;
+        s[r][u] = ts_scale(scales[at]);
+        b[r][u] = FP4 ? 0.0f : ts_scale(biases[at]);
+      }
+    }
+
+    // An octet of x per thread and turn; 4 neighbours make the sum of a chunk.
+    if (chunk0 > 0) ts_barrier();
+    for (int t = 0; t < MT; t++) {
+      for (int i = tid; i < TILE * 4; i += 32 * SG) {
+        const int column = chunk0 * 32 + i * 8;
+        float v[8];
+        for (int j = 0; j < 8; j++) v[j] = 0.0f;
+        if (column < K && token0 + t < M) {
+          ts_load8(x + (token0 + t) * K + column, v);
+          if (NORM) {
+            float g[8];
+            ts_load8(norm + column, g);
+            TS_UNROLL
+            for (int j = 0; j < 8; j++) {
+              square[t] = ts_fma(v[j], v[j], square[t]);
+              v[j] *= g[j];
+            }
+          }
+        }
+        float sum = 0.0f;
+        TS_UNROLL
+        for (int j = 0; j < 8; j++) {
+          sum += v[j];
+          v[j] *= FP4 ? 1.0f : ts_unplace<BITS>(j);
+        }
+        sum += ts_shuffle_xor(sum, 1);
+        sum += ts_shuffle_xor(sum, 2);
+        const int c = t * TILE + i / 4;
+        auto to = x_s + c * STRIDE + i % 4 * 8;
+        ts_store_f32x4(to, v[0], v[1], v[2], v[3]);
+        ts_store_f32x4(to + 4, v[4], v[5], v[6], v[7]);
+        if (i % 4 == 0) sum_s[c] = sum;
+      }
+    }
+    ts_barrier();
+
+    TS_UNROLL
+    for (int u = 0; u < U; u++) {
+      if (chunk0 + u * 32 + lane < CHUNKS) {
+        float d[R][MT];
+        for (int r = 0; r < R; r++)
+          for (int t = 0; t < MT; t++) d[r][t] = 0.0f;
+        TS_UNROLL
+        for (int o = 0; o < 4; o++) {
+          TS_UNROLL
+          for (int t = 0; t < MT; t++) {
+            auto from = x_s + (t * TILE + u * 32 + lane) * STRIDE + o * 8;
+            const float4 lo = ts_load_f32x4(from);
+            const float4 hi = ts_load_f32x4(from + 4);
+            const float v[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+            TS_UNROLL
+            for (int r = 0; r < R; r++) d[r][t] = ts_dot8<BITS, FP4>(w[r][u], o, v, d[r][t]);
+          }
+        }
+        TS_UNROLL
+        for (int t = 0; t < MT; t++) {
+          const float sum = sum_s[t * TILE + u * 32 + lane];
+          TS_UNROLL
+          for (int r = 0; r < R; r++)
+            acc[r][t] = ts_fma(s[r][u], d[r][t], ts_fma(b[r][u], sum, acc[r][t]));
+        }
+      }
+    }
+  }
+
+  if (NORM) {
+    for (int t = 0; t < MT; t++) {
+      const float part = ts_simd_sum(square[t]);
+      if (lane == 0) square_s[t * SG + sg] = part;
+    }
+    ts_barrier();
+  }
+
+  // Lane r * MT + t finishes row r of token t.
+  float mine = 0.0f;
+  TS_UNROLL
+  for (int r = 0; r < R; r++) {
+    TS_UNROLL
+    for (int t = 0; t < MT; t++) {
+      const float all = ts_simd_sum(acc[r][t]);
+      if (lane == r * MT + t) mine = all;
+    }
+  }
+  const int t = lane % MT;
+  const int r = lane / MT;
+  if (NORM) {
+    float all = 0.0f;
+    for (int i = 0; i < SG; i++) all += square_s[t * SG + i];
+    mine *= ts_rsqrt(all / float(K) + eps[0]);
+  }
+  const int unit = unit0 + r % PAIR;
+  const bool live = r < R && unit < OUTS && token0 + t < M;
+  if (BIAS && live) mine += float(bias[r < PAIR ? unit : OUTS + unit]);
+  if (GLU > 0) {
+    const float up = ts_shuffle(mine, (lane + PAIR * MT) % 32);
+    mine = GLU == 1 ? ts_silu_glu(mine, up) : ts_gelu_glu(mine, up);
+  }
+  if (live && r < PAIR) {
+    const int at = (token0 + t) * OUTS + unit;
+    if (RESIDUAL) mine += float(residual[at]);
+    y[at] = T(mine);
+  }
+"""
+
+KERNEL = Kernel(
+    "qmv",
+    ("x", "weight", "scales", "biases", "norm", "eps", "bias", "residual"),
+    ("y",),
+    BODY,
+    HEADER,
+)
+GLU = {None: 0, "silu": 1, "gelu": 2}
+
+
+def launch(
+    x: mx.array,
+    fmt: Quant,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    around: Around,
+    tuning: Tuning,
+) -> Launch:
+    """The kernel's launch for the arguments of `qmv_reference`, at most `MAX_ROWS` rows of x.
+
+    x must begin at a multiple of 16 bytes.
+    """
+    n, k = weight.shape[0], x.shape[-1]
+    m = x.size // k
+    rows = max(tuning.rows, 2) if around.glu else tuning.rows
+    outs = n // 2 if around.glu else n
+    per_group = tuning.simdgroups * (rows // 2 if around.glu else rows)
+    tokens = min(m, 4)
+    template: dict[str, Value] = {
+        "T": x.dtype,
+        "K": k,
+        "N": n,
+        "M": m,
+        "MT": tokens,
+        "U": max(1, min(4 // tokens, ceil_div(k, CODES * SIMD))),
+        "R": rows,
+        "SG": tuning.simdgroups,
+        "BITS": fmt.bits,
+        "GROUP": fmt.group_size,
+        "FP4": fmt.mode == "mxfp4",
+        "NORM": around.norm is not None,
+        "BIAS": around.bias is not None,
+        "GLU": GLU[around.glu],
+        "RESIDUAL": around.residual is not None,
+    }
+    # Absent inputs are stood in for by present ones that the template makes unread.
+    inputs = [
+        x,
+        weight,
+        scales,
+        scales if biases is None else biases,
+        x if around.norm is None else around.norm,
+        constant(around.eps),
+        x if around.bias is None else around.bias,
+        x if around.residual is None else around.residual,
+    ]
+    groups = (ceil_div(outs, per_group), ceil_div(m, tokens), 1)
+    shape = (*x.shape[:-1], outs)
+    return Launch(KERNEL, inputs, template, groups, SIMD * tuning.simdgroups, [(shape, x.dtype)])
+
+
+# --- choice ---------------------------------------------------------------------------------------
+
+
+def takes(fmt: Quant, k: int, m: int) -> bool:
+    """Whether the kernel computes m rows of K = k columns stored as `fmt`."""
+    return 1 <= m <= MAX_ROWS and is_unpackable(fmt) and k % CODES == 0
+
+
+def qmv(
+    x: mx.array,
+    fmt: Quant,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    around: Around = PLAIN,
+) -> mx.array:
+    """`qmv_reference`, by the kernel where it is tuned for the device and takes the shape."""
+    where = backend(mx.default_device())
+    k = x.shape[-1]
+    if where not in TUNED or not takes(fmt, k, x.size // k):
+        return qmv_reference(x, fmt, weight, scales, biases, around)
+    return launch(x, fmt, weight, scales, biases, around, TUNED[where]).run(where)[0]
