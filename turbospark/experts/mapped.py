@@ -63,12 +63,12 @@ class _Mapping:
         self.layer = layer
         self.file = LayerFile(layer, verify)
         self._fd = -1
-        self._map(self.file.fd())
+        self._map(self.file.fd(0))
 
     def copy(self, wanted: Sequence[tuple[int, Room]]) -> None:
         """Copy records out of the mapping. Raises ReadError."""
         try:
-            fd = self.file.fd()
+            fd = self.file.fd(wanted[0][0])
             if fd != self._fd:
                 self._map(fd)
             for expert, room in wanted:
@@ -100,8 +100,8 @@ class _Mapping:
             if error.errno == errno.EINVAL:  # an older kernel
                 return
             raise ReadError(
-                f"{self.layer.path}: expert {expert}: expected {stride} bytes at offset {offset}, "
-                f"found pages that cannot be read: {error.strerror}"
+                f"{self.file.where(expert)}: expected {stride} bytes, found pages that cannot be "
+                f"read: {error.strerror}; put the file back or install it again"
             ) from error
 
 

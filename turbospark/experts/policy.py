@@ -104,12 +104,15 @@ class SlotCache:
         return Plan(tuple(wanted), tuple(slots), tuple(range(len(wanted))))
 
     def publish(self, plan: Plan, loaded: Collection[int]) -> None:
-        """End a reservation: only the indices in `loaded` really arrived."""
+        """End a reservation: only the indices in `loaded` really arrived.
+
+        Until it is asked for, such an expert is the oldest: a wrong guess is the first to go.
+        """
         for i, (expert, slot) in enumerate(zip(plan.experts, plan.slots, strict=True)):
             self.speculative.discard(slot)
             if i in loaded:
                 self.held[slot] = expert
-                self.last_use[slot] = self.clock
+                self.last_use[slot] = 0
 
     def _victims(self, reserved: Collection[int]) -> list[int]:
         free = [s for s in range(len(self.held)) if s not in reserved]

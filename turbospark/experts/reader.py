@@ -71,21 +71,25 @@ class LayerFile:
         self.size = max(layer.offset(e) for e in range(layer.count)) + layer.stride
         self._fd: int | None = None
         self._stamp = (0, 0, 0)
-        self._open()
+        self._open(str(self.path))
 
-    def fd(self) -> int:
-        """The open file, if it is still the one that was opened."""
+    def fd(self, expert: int) -> int:
+        """The file to read `expert` from, if it is still the one that was opened."""
         if self._fd is None:
-            return self._open()
+            return self._open(self.where(expert))
         info = os.fstat(self._fd)
         if info.st_nlink and (info.st_size, info.st_mtime_ns, info.st_ino) == self._stamp:
             return self._fd
         self.drop()
         what = "changed" if info.st_nlink else "was removed"
         raise ReadError(
-            f"{self.path}: {what} while open: expected {self._stamp[0]} bytes as they were, found "
-            f"{info.st_size}; put the file back or install it again"
+            f"{self.where(expert)}: the file {what} while open: expected {self._stamp[0]} bytes as "
+            f"they were, found {info.st_size}; put it back or install it again"
         )
+
+    def where(self, expert: int) -> str:
+        """What a message says about a record."""
+        return f"{self.path}: expert {expert} at offset {self.layer.offset(expert)}"
 
     def drop(self) -> None:
         """Close the file and trust it no more: the next use opens whatever is there then."""
@@ -99,8 +103,8 @@ class LayerFile:
         found, expected = checksum(planes), self.layer.checksums[expert]
         if found != expected:
             raise ReadError(
-                f"{self.path}: expert {expert} at offset {self.layer.offset(expert)}: expected "
-                f"checksum {expected:08x}, found {found:08x}; install it again"
+                f"{self.where(expert)}: expected checksum {expected:08x}, found {found:08x}; "
+                "install it again"
             )
 
     def close(self) -> None:
@@ -111,20 +115,20 @@ class LayerFile:
     def __del__(self) -> None:
         self.close()
 
-    def _open(self) -> int:
+    def _open(self, where: str) -> int:
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ReadError(
-                f"{self.path}: cannot be opened: {error.strerror}; put the file back or install "
-                "it again"
+                f"{where}: expected a file of {self.size} bytes, found none that opens: "
+                f"{error.strerror}; put it back or install it again"
             ) from error
         info = os.fstat(fd)
         if info.st_size < self.size:
             os.close(fd)
             raise ReadError(
-                f"{self.path}: truncated: expected {self.size} bytes, found {info.st_size}; "
-                "install it again"
+                f"{where}: the file is truncated: expected {self.size} bytes, found "
+                f"{info.st_size}; put it back or install it again"
             )
         self._fd = fd
         self._stamp = (info.st_size, info.st_mtime_ns, info.st_ino)
@@ -189,7 +193,7 @@ class RecordReader:
 
     def _announce(self, wanted: Wanted) -> int:
         """Tell the system what will be read, so that the disk sees all of it at once."""
-        fd = self.file.fd()
+        fd = self.file.fd(wanted[0][0])
         if hasattr(os, "posix_fadvise"):
             for expert, _ in wanted:
                 offset = self.file.layer.offset(expert)

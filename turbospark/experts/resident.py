@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -106,28 +105,24 @@ def _verify(layer: PackedLayer) -> None:
 
 
 def _load_layer(layer: PackedLayer, activation: Activation, dtype: mx.Dtype) -> ExpertMLP:
-    fd = os.open(layer.path, os.O_RDONLY)
-    try:
-        matrices = [_load_matrix(layer, fd, name, dtype) for name in PROJECTIONS]
-    finally:
-        os.close(fd)
-    return ExpertMLP(matrices[0], matrices[1], matrices[2], activation)
+    gate, up, down = (_load_matrix(layer, name, dtype) for name in PROJECTIONS)
+    return ExpertMLP(gate, up, down, activation)
 
 
-def _load_matrix(layer: PackedLayer, fd: int, name: str, dtype: mx.Dtype) -> StackedMatrix:
+def _load_matrix(layer: PackedLayer, name: str, dtype: mx.Dtype) -> StackedMatrix:
     roles = layer.record.tensors
     tensor = roles[name]
     fmt = tensor.fmt
     stacked = empty_planes(fmt, (layer.count, *tensor.shape))
     suffixes = ("", "_scales", "_biases")
     for suffix, array in zip(suffixes, stacked.arrays(), strict=False):
-        _fill(layer, fd, name + suffix, array)
+        _fill(layer, name + suffix, array)
     bias = None
     if f"{name}_bias" in roles:
         vectors = empty_planes(
             roles[f"{name}_bias"].fmt, (layer.count, *roles[f"{name}_bias"].shape)
         )
-        _fill(layer, fd, f"{name}_bias", vectors.weight)
+        _fill(layer, f"{name}_bias", vectors.weight)
         bias = vectors.dense(dtype)
     if not isinstance(fmt, Quant):
         matrix = StackedMatrix(fmt, stacked.dense(dtype), bias=bias)
@@ -145,14 +140,14 @@ def _load_matrix(layer: PackedLayer, fd: int, name: str, dtype: mx.Dtype) -> Sta
     return matrix
 
 
-def _fill(layer: PackedLayer, fd: int, role: str, array: mx.array) -> None:
+def _fill(layer: PackedLayer, role: str, array: mx.array) -> None:
     """Read one role of every expert straight into rows of `array` [E, ...]."""
     rows = host_view(array).reshape(layer.count, -1)
     offset = layer.record.tensors[role].offset
     for expert in range(layer.count):
         read_exactly(
-            fd,
+            layer.fd,
             rows[expert],
             layer.offset(expert) + offset,
-            f"{layer.path.name} expert {expert} {role}",
+            f"{layer.path}: expert {expert} {role}",
         )
