@@ -16,7 +16,7 @@ import numpy as np
 from turbospark import GenerationOptions, GenerationResult, OpenOptions, PhaseCounters, Runner
 from turbospark.cli.console import show, size, table
 from turbospark.cli.machine import machine, peak_resident_bytes, versions
-from turbospark.cli.parser import OPEN_FLAGS, given
+from turbospark.cli.parser import opening
 from turbospark.errors import OptionError
 from turbospark.options import LiveToggles, RuntimeToggles
 
@@ -40,7 +40,7 @@ def bench(args: Namespace) -> int:
             flag = name.replace("_", "-")
             raise OptionError(f"--{flag} {getattr(args, name)} is too few; at least {least}")
     toggles = RuntimeToggles(**dict(map(_toggle, args.toggle)))
-    chosen = {"max_context": args.prompt_tokens + args.max_new, **given(args, OPEN_FLAGS)}
+    chosen = {"max_context": args.prompt_tokens + args.max_new, **opening(args)}
     with Runner.open(args.model, OpenOptions(toggles=toggles, **chosen)) as runner:
         _check_effects(runner.toggles, args.toggle)
         ids, origin = _prompt(runner, args.prompt, args.prompt_tokens)

@@ -15,7 +15,7 @@ from typing import Any
 
 from turbospark import GenerationOptions, GenerationResult, OpenOptions, Runner
 from turbospark.cli.console import emit, interruptible, note, rate, show
-from turbospark.cli.parser import OPEN_FLAGS, SAMPLING_FLAGS, given
+from turbospark.cli.parser import opening, sampling
 from turbospark.errors import ContextOverflowError, OptionError, TurbosparkError
 from turbospark.generation import Finished, Tail, Token
 
@@ -158,12 +158,11 @@ def _encode(args: Namespace, runner: Runner, prompt: Any) -> list[int]:
 
 
 def _open(args: Namespace, **changes: Any) -> Runner:
-    chosen = given(args, ("chat_date", *OPEN_FLAGS))
-    return Runner.open(args.model, OpenOptions.interactive(**chosen, **changes))
+    return Runner.open(args.model, OpenOptions.interactive(**opening(args), **changes))
 
 
 def _generation(args: Namespace) -> GenerationOptions:
-    return GenerationOptions(**given(args, SAMPLING_FLAGS))
+    return GenerationOptions(**sampling(args))
 
 
 def _answer(
