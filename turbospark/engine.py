@@ -6,15 +6,17 @@ besides the streamed expert store that evaluates arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from turbospark import session_files
 from turbospark.cache.pool import SessionPool
 from turbospark.cache.state import LayerStates, Snapshot
 from turbospark.counters import PhaseClock
@@ -132,6 +134,25 @@ class Engine:
                 self.pool.clear()
             else:
                 self.pool.live.reset()
+
+    def save(self, path: Path, binding: Mapping[str, str]) -> None:
+        """Write the live session; see `session_files.save`."""
+        self._drop_ahead()
+        with mx.stream(self.device):
+            session_files.save(path, self.pool.live, binding)
+
+    def load(self, path: Path, binding: Mapping[str, str]) -> int:
+        """Make a saved session the live one, the present one parked if there is room -> tokens.
+
+        Where the file is refused nothing changes.
+        """
+        self._drop_ahead()
+        with mx.stream(self.device):
+            saved = session_files.load(path, self.states, binding, self.vocab_size)
+            self.pool.start()
+            with self._guarded():
+                session_files.put(saved, self.pool.live)
+        return self.position
 
     def close(self) -> None:
         """Release the experts' memory, files and background work."""

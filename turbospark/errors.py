@@ -67,6 +67,10 @@ class SessionBrokenError(TurbosparkError):
     """A pass failed half-way; the cache it left cannot be continued."""
 
 
+class SessionFileError(TurbosparkError):
+    """A saved session that cannot be written, or does not belong here, or is damaged."""
+
+
 class RunnerClosedError(TurbosparkError):
     """A call on a closed runner."""
 

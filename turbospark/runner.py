@@ -31,9 +31,11 @@ from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
 from turbospark.generation import Event, GenerationResult, admit, collect, generate_events
 from turbospark.install.arch import ArchConfig
+from turbospark.install.manifest import MANIFEST_NAME
 from turbospark.install.models import resolve as resolve_path
 from turbospark.install.opening import Install
 from turbospark.install.planes import MX_DTYPES
+from turbospark.install.verify import sha256_file
 from turbospark.kernels.choices import choices
 from turbospark.layers.weights import Weights
 from turbospark.memory import MemoryReport
@@ -70,6 +72,7 @@ class Runner:
         weights_bytes: int,
         tokenizer: Tokenizer | None,
         stop_ids: Mapping[int, str],
+        manifest_sha256: str,
     ) -> None:
         self.path = path
         self.options = options
@@ -79,6 +82,12 @@ class Runner:
         self.stop_ids = stop_ids
         """Token id -> stop reason, for every end token of the model."""
         self._family = family
+        # What caches depend on besides tokens and shapes.
+        self._binding = {
+            "install": manifest_sha256,
+            "dtype": resolved.dtype,
+            "kv_quant": resolved.kv_quant,
+        }
         self._engine: Engine | None = engine
         self._weights_bytes = weights_bytes
         self._lock = threading.Lock()
@@ -169,6 +178,7 @@ class Runner:
             weights.nbytes,
             tokenizer,
             stops,
+            sha256_file(install.path / MANIFEST_NAME),
         )
 
     # --- token level ------------------------------------------------------------------------------
@@ -208,6 +218,25 @@ class Runner:
         """Forget every conversation, parked ones too; buffers stay."""
         with self._exclusive() as engine:
             engine.reset()
+
+    def save_session(self, path: str | Path) -> None:
+        """Write the live conversation (tokens, caches, snapshots) to one safetensors file.
+
+        The file appears whole or not at all, and only a runner of the same install, dtype and
+        cache layout can load it. Raises SessionFileError, SessionBrokenError.
+        """
+        with self._exclusive() as engine:
+            engine.save(Path(path), self._binding)
+
+    def load_session(self, path: str | Path) -> int:
+        """Make a saved conversation the live one -> its number of tokens.
+
+        The present one is parked when `session_slots` leave room, else forgotten. With
+        `prefix_reuse` the next prompt continues from what it shares; `prefill` and `step` always
+        do. Raises SessionFileError, and then nothing has changed.
+        """
+        with self._exclusive() as engine:
+            return engine.load(Path(path), self._binding)
 
     # --- text level -------------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ class LinearKV:
         """Why the layer cannot go back to `to`; None when it can."""
         return None
 
-    def written(self, furthest: int) -> list[mx.array]:
-        """Copies of what positions below `furthest` left, for a file."""
-        return [mx.contiguous(a[:, :, :furthest]) for a in self.arrays()]
+    def written(self, position: int, furthest: int) -> list[mx.array]:
+        """Copies of the rows that matter at `position`, for a file."""
+        return [mx.contiguous(a[:, :, :position]) for a in self.arrays()]
 
     def refill(self, saved: list[mx.array]) -> None:
         """Put back what `written` gave."""
@@ -182,9 +182,9 @@ class RingKV:
             f"(capacity {self.capacity}, window {self.window})"
         )
 
-    def written(self, furthest: int) -> list[mx.array]:
-        """Copies of what positions below `furthest` left, for a file."""
-        rows = min(furthest, self.capacity)
+    def written(self, position: int, furthest: int) -> list[mx.array]:
+        """Copies of the rows that matter at `position`, for a file: all of a ring that turned."""
+        rows = position if furthest <= self.capacity else self.capacity
         return [mx.contiguous(a[:, :, :rows]) for a in self.arrays()]
 
     def refill(self, saved: list[mx.array]) -> None:

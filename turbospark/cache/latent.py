@@ -27,9 +27,9 @@ class LatentKV:
         """Going back is moving the position."""
         return None
 
-    def written(self, furthest: int) -> list[mx.array]:
-        """Copies of what positions below `furthest` left, for a file."""
-        return [mx.contiguous(self.rows[:, :, :furthest])]
+    def written(self, position: int, furthest: int) -> list[mx.array]:
+        """Copies of the rows that matter at `position`, for a file."""
+        return [mx.contiguous(self.rows[:, :, :position])]
 
     def refill(self, saved: list[mx.array]) -> None:
         """Put back what `written` gave."""

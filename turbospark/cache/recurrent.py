@@ -55,7 +55,7 @@ class RecurrentState:
         """A recurrent state cannot be unrolled."""
         return "a recurrent layer cannot go back without a snapshot"
 
-    def written(self, furthest: int) -> list[mx.array]:
+    def written(self, position: int, furthest: int) -> list[mx.array]:
         """The present state, for a file."""
         return self.arrays()
 
