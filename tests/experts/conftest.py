@@ -1,4 +1,4 @@
-"""Converted oracles, and files pushed out of the page cache."""
+"""Files pushed out of the page cache."""
 
 from __future__ import annotations
 
@@ -7,24 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from turbospark import convert
-
-ORACLES = Path(__file__).parents[1] / "data" / "oracles"
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Oracle name -> its install, converted on first use."""
-    root = tmp_path_factory.mktemp("installs")
-    done: dict[str, Path] = {}
-
-    def install(name: str) -> Path:
-        if name not in done:
-            done[name] = convert(ORACLES / name, root / name, progress=False)
-        return done[name]
-
-    return install
 
 
 @pytest.fixture

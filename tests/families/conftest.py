@@ -1,4 +1,4 @@
-"""Oracle checkpoints, converted once per session and opened once per test module."""
+"""Oracle checkpoints, opened once per test module."""
 
 from __future__ import annotations
 
@@ -8,21 +8,7 @@ from pathlib import Path
 import pytest
 from oracle_folders import NAMES, ORACLES, Oracle
 
-from turbospark import OpenOptions, Runner, convert
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Oracle name -> its install, converted on first use."""
-    root = tmp_path_factory.mktemp("installs")
-    done: dict[str, Path] = {}
-
-    def install(name: str) -> Path:
-        if name not in done:
-            done[name] = convert(ORACLES / name, root / name, progress=False)
-        return done[name]
-
-    return install
+from turbospark import OpenOptions, Runner
 
 
 @pytest.fixture(scope="module", params=NAMES)

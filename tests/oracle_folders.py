@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-ORACLES = Path(__file__).parents[1] / "data" / "oracles"
+ORACLES = Path(__file__).parent / "data" / "oracles"
 NAMES = sorted(path.parent.name for path in ORACLES.glob("*/oracle.npz"))
 
 
