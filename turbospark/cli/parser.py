@@ -332,7 +332,7 @@ COMMANDS = {
         ("list", "list the installed models", "store:list_models", _list),
         ("info", "show what an install holds", "store:info", _model),
         ("rm", "delete an installed model", "store:remove", _rm),
-        ("check", "check every byte of an install, and that it runs", "store:check", _check),
+        ("check", "hash the weights of an install, and run a token", "store:check", _check),
         ("run", "answer one prompt", "talk:run", _run),
         ("chat", "talk with a model; /reset starts again, /quit ends", "talk:chat", _chat),
         ("bench", "measure prompt and decode speed", "bench:bench", _bench),
