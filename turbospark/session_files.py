@@ -55,9 +55,7 @@ def save(path: Path, session: Session, binding: Mapping[str, str]) -> None:
     if session.record.tainted:
         raise SessionBrokenError("a session whose last pass failed cannot be saved; call reset()")
     if states.position == 0:
-        raise SessionFileError(
-            f"{path}: there is nothing to save: the live session is empty"
-        )
+        raise SessionFileError(f"{path}: there is nothing to save: the live session is empty")
     arrays = _gather(session)
     mx.eval(arrays)
     marks = [s.position for s in session.snapshots]

@@ -34,9 +34,7 @@ class SharedExpertMLP:
         self.layer, self.top_k, self.experts = layer, top_k, experts
         self.gates = w.fused([f"{name}.gate", f"{name}.shared_expert_gate"])
         self.shared_expert = GatedMLP(w, f"{name}.shared_expert")
-        experts.watch(
-            layer, lambda x: softmax_top_k(self.gates(x)[0], top_k, True)[0], beside=True
-        )
+        experts.watch(layer, lambda x: softmax_top_k(self.gates(x)[0], top_k, True)[0], beside=True)
 
     def __call__(self, x: mx.array) -> mx.array:
         """[1, L, H] -> [1, L, H]."""
