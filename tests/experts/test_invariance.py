@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ORACLES
+from oracle_folders import ORACLES
 
 from turbospark import OpenOptions, Runner, RuntimeToggles
 from turbospark.counters import PhaseCounters
