@@ -115,16 +115,20 @@ class Engine:
         return logits
 
     def finish(self) -> dict[str, Any]:
-        """What a result reports about the state it leaves behind, once."""
+        """What a result reports about the state it leaves behind."""
         self._drop_ahead()
-        report = {
+        return {
             "kv_position": self.position,
             "kv_backed_token_ids": list(self.pool.live.record.tokens),
             "reused_prefix_tokens": self.kept,
             "session_slot_evicted": self.evicted,
         }
+
+    def end_run(self) -> None:
+        """After a run, however it ended: nothing of it is in flight or reported again."""
+        self._drop_ahead()
+        self.run_ahead = False
         self.kept, self.evicted = 0, False
-        return report
 
     def reset(self, everything: bool = True) -> None:
         """Forget the live conversation, or every one."""

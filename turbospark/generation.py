@@ -6,7 +6,7 @@ protocol below, which a runner implements and a test can script.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -145,7 +145,7 @@ def generate_events(
     tokenizer: Tokenizer | None = None,
     stop_ids: Mapping[int, str] | None = None,
     cancel: Callable[[], bool] | None = None,
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Generate from `prompt_ids`; the last event is `Finished`.
 
     `stop_ids`: end token -> stop reason. `cancel` is asked before every chunk of the prompt and

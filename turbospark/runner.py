@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -274,12 +274,14 @@ class Runner:
     ) -> Iterator[Event]:
         with self._exclusive() as engine:
             engine.run_ahead = self._runs_ahead(options)
+            events = generate_events(engine, tokens, options, self.tokenizer, self.stop_ids, cancel)
             try:
-                yield from generate_events(
-                    engine, tokens, options, self.tokenizer, self.stop_ids, cancel
-                )
+                with closing(events):
+                    for event in events:
+                        yield event
+                        self._owner = threading.get_ident()  # another thread may continue
             finally:
-                engine.run_ahead = False
+                engine.end_run()
 
     def _runs_ahead(self, options: GenerationOptions) -> bool:
         """Whether a guessed next pass pays: greedy on a GPU, and no files read on a guess."""
