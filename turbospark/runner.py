@@ -432,8 +432,13 @@ class Runner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._engine is not None:
+        if self._engine is None:
+            return
+        try:
             self.close()
+        except RunnerBusyError:
+            if kind is None:  # an error on its way out says more than an open stream
+                raise
 
     def __repr__(self) -> str:
         state = "closed" if self._engine is None else f"position {self._engine.position}"
