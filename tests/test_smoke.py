@@ -40,7 +40,7 @@ def test_the_same_weights_in_four_bits_still_run(tmp_path: Path) -> None:
         overrides={"*.down_proj.weight": None},  # 48 columns do not divide into groups
         progress=False,
     )
-    with Runner.open(install, OpenOptions(device="cpu")) as runner:
+    with Runner.open(install, OpenOptions(device="cpu", max_context=64)) as runner:
         sampled = [
             runner.generate([1, 2, 3], temperature=1.0, seed=7, max_new_tokens=8, ignore_eos=True)
             for _ in range(2)
