@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 from cases import normal, packed
 
-from turbospark.dtypes import MXFP4, affine
-from turbospark.kernels import qmv
+from turbospark.dtypes import MXFP4, Quant, affine
+from turbospark.kernels import decode_attention, expert_mlp, qmv, rope_kv, router_topk
 from turbospark.kernels.source import Launch
 
 
@@ -24,4 +24,84 @@ def qmv_plain() -> Launch:
     return qmv.launch(x, w.fmt, w.weight, w.scales, w.biases, around, qmv.Tuning(4, 4))
 
 
-LAUNCHES = {f.__name__: f for f in (qmv_fused, qmv_plain)}
+def expert_parts(fmt: Quant, bias: bool) -> tuple[mx.array, mx.array, expert_mlp.Experts]:
+    matrices = []
+    for seed, shape in enumerate([(96, 256), (96, 256), (256, 96)]):
+        p = packed((4, *shape), fmt, seed)
+        planes = [None if a is None else expert_mlp.stacked(a) for a in (p.scales, p.biases)]
+        own = normal((4, shape[0]), mx.bfloat16, seed) if bias else None
+        vector = None if own is None else expert_mlp.stacked(own)
+        weight = expert_mlp.stacked(p.weight)
+        matrices.append(expert_mlp.Matrix(fmt, *shape, weight, *planes, vector))
+    x = normal((2, 256), mx.bfloat16, 3)
+    slots = mx.array([[0, 2], [1, 3]], dtype=mx.int32)
+    return x, slots, expert_mlp.Experts(*matrices, glu="clamped" if bias else "silu")
+
+
+def expert_gate_up() -> Launch:
+    x, slots, experts = expert_parts(affine(4, 32), bias=False)
+    around = expert_mlp.Around(norm=normal((256,), mx.float32, 4), eps=1e-5)
+    return expert_mlp.launch_gate_up(x, slots, experts, around, expert_mlp.Tuning())
+
+
+def expert_down() -> Launch:
+    x, slots, experts = expert_parts(MXFP4, bias=True)
+    around = expert_mlp.Around(residual=x, beside=x)
+    h, weights = normal((2, 2, 96), mx.float32, 5), normal((2, 2), mx.float32, 6)
+    tuning = expert_mlp.Tuning()
+    return expert_mlp.launch_down(h, slots, weights, experts, around, x.dtype, tuning)
+
+
+def attention_parts() -> tuple[mx.array, mx.array, mx.array]:
+    q = normal((1, 8, 2, 128), mx.bfloat16, 0)
+    return q, normal((1, 2, 64, 128), mx.bfloat16, 1), mx.array([40], dtype=mx.int32)
+
+
+def attention_partial() -> Launch:
+    q, k, length = attention_parts()
+    rules = decode_attention.Rules(0.1, window=20, ring=True, soft_cap=30.0)
+    return decode_attention.launch_partial(q, k, k, length, rules, decode_attention.Tuning())
+
+
+def attention_combine() -> Launch:
+    q, _, _ = attention_parts()
+    o, ml = normal((16, 32, 128), mx.float32, 2), normal((16, 32, 2), mx.float32, 3)
+    tuning = decode_attention.Tuning()
+    return decode_attention.launch_combine(q, o, ml, 64, normal((8,), mx.float32, 4), tuning)
+
+
+def rope_parts() -> tuple[mx.array, mx.array, rope_kv.Heads, rope_kv.Turn]:
+    norm = normal((64,), mx.bfloat16, 0)
+    heads = rope_kv.Heads(4, 2, 64, norm, norm, 1e-6)
+    length = mx.array([9], dtype=mx.int32)
+    return normal((1, 1, 512), mx.bfloat16, 1), length, heads, rope_kv.Turn(48, mx.ones((24,)))
+
+
+def rope() -> Launch:
+    return rope_kv.launch_rotate(*rope_parts())
+
+
+def rope_store() -> Launch:
+    qkv, length, heads, turn = rope_parts()
+    buffer = normal((1, 2, 32, 64), mx.bfloat16, 2)
+    return rope_kv.launch_store(qkv, buffer, buffer, length, heads, turn, ring=True)
+
+
+def router() -> Launch:
+    return router_topk.launch(normal((2, 128), mx.float32, 0), 8, True, 1.0)
+
+
+LAUNCHES = {
+    make.__name__: make
+    for make in (
+        qmv_fused,
+        qmv_plain,
+        expert_gate_up,
+        expert_down,
+        attention_partial,
+        attention_combine,
+        rope,
+        rope_store,
+        router,
+    )
+}

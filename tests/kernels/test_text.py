@@ -41,7 +41,7 @@ def test_metal_text_has_no_type_errors(name: str) -> None:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_cuda_text_compiles_without_spills(name: str) -> None:
     compiled = compile_cuda(LAUNCHES[name]())
-    assert compiled.spilled == 0 and compiled.registers <= 128
+    assert compiled.spilled == 0 and compiled.registers < 255
 
 
 BROKEN = {

@@ -14,7 +14,7 @@ import mlx.core as mx
 from turbospark.dtypes import Quant
 from turbospark.kernels.choices import backend
 from turbospark.kernels.source import SIMD, Kernel, Launch, Value, ceil_div, constant
-from turbospark.kernels.unpack import CODES, HEADER, is_unpackable
+from turbospark.kernels.unpack import CODES, GLU, HEADER, is_unpackable, tile_turns
 
 MAX_ROWS = 8
 
@@ -100,7 +100,6 @@ def gelu_tanh(x: mx.array) -> mx.array:
 BODY = r"""
   constexpr int CHUNKS = K / 32;
   constexpr int TILE = 32 * U;
-  constexpr int STRIDE = 36;  // floats of a chunk in shared memory: 4 of padding against conflicts
   constexpr int GROUPS = K / GROUP;
   constexpr int PAIR = GLU > 0 ? R / 2 : R;  // outputs of a simdgroup
   constexpr int OUTS = GLU > 0 ? N / 2 : N;
@@ -110,7 +109,7 @@ BODY = r"""
   const int unit0 = (int(threadgroup_position_in_grid.x) * SG + sg) * PAIR;
   const int token0 = int(threadgroup_position_in_grid.y) * MT;
 
-  TS_SHARED(float, x_s, MT * TILE * STRIDE);
+  TS_SHARED(float, x_s, MT * TILE * 36);
   TS_SHARED(float, sum_s, MT * TILE);
   TS_SHARED(float, square_s, MT * SG);
 
@@ -120,30 +119,27 @@ BODY = r"""
     const int unit = ts_min(unit0 + r % PAIR, OUTS - 1);
     row[r] = r < PAIR ? unit : OUTS + unit;
   }
-  float acc[R][MT];
-  float square[MT];
-  for (int t = 0; t < MT; t++) {
-    square[t] = 0.0f;
-    for (int r = 0; r < R; r++) acc[r][t] = 0.0f;
-  }
+  float acc[R * MT], square[MT];
+  for (int i = 0; i < R * MT; i++) acc[i] = 0.0f;
+  for (int t = 0; t < MT; t++) square[t] = 0.0f;
 
   for (int chunk0 = 0; chunk0 < CHUNKS; chunk0 += TILE) {
-    uint w[R][U][BITS];
-    float s[R][U], b[R][U];
+    uint w[U * R * BITS];
+    float s[U * R], b[U * R];
     TS_UNROLL
     for (int u = 0; u < U; u++) {
       const int chunk = ts_min(chunk0 + u * 32 + lane, CHUNKS - 1);
       TS_UNROLL
       for (int r = 0; r < R; r++) {
-        ts_chunk<BITS>(weight + (int64_t(row[r]) * CHUNKS + chunk) * BITS, w[r][u]);
+        ts_chunk<BITS>(weight + (int64_t(row[r]) * CHUNKS + chunk) * BITS, w + (u * R + r) * BITS);
         const int64_t at = int64_t(row[r]) * GROUPS + chunk * 32 / GROUP;
-        s[r][u] = ts_scale(scales[at]);
-        b[r][u] = FP4 ? 0.0f : ts_scale(biases[at]);
+        s[u * R + r] = ts_scale(scales[at]);
+        b[u * R + r] = FP4 ? 0.0f : ts_scale(biases[at]);
       }
     }
 
-    // An octet of x per thread and turn; 4 neighbours make the sum of a chunk.
     if (chunk0 > 0) ts_barrier();
+    TS_UNROLL
     for (int t = 0; t < MT; t++) {
       for (int i = tid; i < TILE * 4; i += 32 * SG) {
         const int column = chunk0 * 32 + i * 8;
@@ -161,49 +157,17 @@ BODY = r"""
             }
           }
         }
-        float sum = 0.0f;
-        TS_UNROLL
-        for (int j = 0; j < 8; j++) {
-          sum += v[j];
-          v[j] *= FP4 ? 1.0f : ts_unplace<BITS>(j);
-        }
-        sum += ts_shuffle_xor(sum, 1);
-        sum += ts_shuffle_xor(sum, 2);
-        const int c = t * TILE + i / 4;
-        auto to = x_s + c * STRIDE + i % 4 * 8;
-        ts_store_f32x4(to, v[0], v[1], v[2], v[3]);
-        ts_store_f32x4(to + 4, v[4], v[5], v[6], v[7]);
-        if (i % 4 == 0) sum_s[c] = sum;
+        ts_put_octet<BITS, FP4>(v, i, x_s + t * TILE * 36, sum_s + t * TILE);
       }
     }
     ts_barrier();
 
     TS_UNROLL
     for (int u = 0; u < U; u++) {
-      if (chunk0 + u * 32 + lane < CHUNKS) {
-        float d[R][MT];
-        for (int r = 0; r < R; r++)
-          for (int t = 0; t < MT; t++) d[r][t] = 0.0f;
-        TS_UNROLL
-        for (int o = 0; o < 4; o++) {
-          TS_UNROLL
-          for (int t = 0; t < MT; t++) {
-            auto from = x_s + (t * TILE + u * 32 + lane) * STRIDE + o * 8;
-            const float4 lo = ts_load_f32x4(from);
-            const float4 hi = ts_load_f32x4(from + 4);
-            const float v[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-            TS_UNROLL
-            for (int r = 0; r < R; r++) d[r][t] = ts_dot8<BITS, FP4>(w[r][u], o, v, d[r][t]);
-          }
-        }
-        TS_UNROLL
-        for (int t = 0; t < MT; t++) {
-          const float sum = sum_s[t * TILE + u * 32 + lane];
-          TS_UNROLL
-          for (int r = 0; r < R; r++)
-            acc[r][t] = ts_fma(s[r][u], d[r][t], ts_fma(b[r][u], sum, acc[r][t]));
-        }
-      }
+      const int at = u * 32 + lane;
+      if (chunk0 + at < CHUNKS)
+        ts_multiply<BITS, FP4, R, MT, TILE>(w + u * R * BITS, s + u * R, b + u * R, x_s, sum_s, at,
+                                            acc);
     }
   }
 
@@ -218,12 +182,9 @@ BODY = r"""
   // Lane r * MT + t finishes row r of token t.
   float mine = 0.0f;
   TS_UNROLL
-  for (int r = 0; r < R; r++) {
-    TS_UNROLL
-    for (int t = 0; t < MT; t++) {
-      const float all = ts_simd_sum(acc[r][t]);
-      if (lane == r * MT + t) mine = all;
-    }
+  for (int i = 0; i < R * MT; i++) {
+    const float all = ts_simd_sum(acc[i]);
+    if (lane == i) mine = all;
   }
   const int t = lane % MT;
   const int r = lane / MT;
@@ -237,7 +198,7 @@ BODY = r"""
   if (BIAS && live) mine += float(bias[r < PAIR ? unit : OUTS + unit]);
   if (GLU > 0) {
     const float up = ts_shuffle(mine, (lane + PAIR * MT) % 32);
-    mine = GLU == 1 ? ts_silu_glu(mine, up) : ts_gelu_glu(mine, up);
+    mine = ts_glu<GLU>(mine, up, 1.0f, 1.0f);
   }
   if (live && r < PAIR) {
     const int at = (token0 + t) * OUTS + unit;
@@ -253,7 +214,6 @@ KERNEL = Kernel(
     BODY,
     HEADER,
 )
-GLU = {None: 0, "silu": 1, "gelu": 2}
 
 
 def launch(
@@ -281,7 +241,7 @@ def launch(
         "N": n,
         "M": m,
         "MT": tokens,
-        "U": max(1, min(4 // tokens, ceil_div(k, CODES * SIMD))),
+        "U": tile_turns(k // CODES, max(1, 4 // tokens)),
         "R": rows,
         "SG": tuning.simdgroups,
         "BITS": fmt.bits,

@@ -26,7 +26,8 @@ class Kernel:
     """A body with the names of its arguments; `header` holds its helpers.
 
     `updates` names inputs that the body writes in place through `ts_writable`. MLX does not know:
-    whoever reads such an array afterwards must also depend on an output of the launch.
+    whoever reads such an array afterwards must also depend on an output of the launch. `partial`
+    names outputs of which some elements may stay unwritten.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Kernel:
     body: str
     header: str = ""
     updates: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,9 @@ def ceil_div(a: int, b: int) -> int:
 def constant(*values: float) -> mx.array:
     """float32 [n] of numbers fixed by the model: made once, so that no launch fills it."""
     return mx.array(values, dtype=mx.float32)
+
+
+@lru_cache(maxsize=1024)
+def constant_ints(*values: int) -> mx.array:
+    """int32 [n] of sizes fixed by the model."""
+    return mx.array(values, dtype=mx.int32)

@@ -1,4 +1,4 @@
-"""Helpers that kernels over packed matrices share: 32 codes of a row times 32 inputs.
+"""What kernels over packed matrices share: 32 codes of a row times 32 inputs, activations.
 
 Knows how MLX packs codes (LSB first, 32 codes in `bits` words) and how a GPU turns them into
 floats cheaply. Does not know matrices.
@@ -11,6 +11,7 @@ stay there: they come out times a power of two, and `ts_unplace` divides the inp
 from __future__ import annotations
 
 from turbospark.dtypes import Format, Quant
+from turbospark.kernels.source import SIMD, ceil_div
 
 CODES = 32
 """Codes handled at once; their words start at a 4-byte boundary for every width."""
@@ -92,15 +93,81 @@ TS_FN float ts_scale(uint8_t s) {
   return ts_as_float(s == 0 ? 0x00400000u : uint(s) << 23);
 }
 
-// silu(gate) * up, or gelu(gate) * up by the tanh approximation.
-TS_FN float ts_silu_glu(float g, float u) { return g / (1.0f + ts_exp(-g)) * u; }
-TS_FN float ts_gelu_glu(float g, float u) {
-  const float cubic = ts_fma(0.044715f * g * g, g, g);
-  return 0.5f * g * (1.0f + ts_tanh(0.7978845608028654f * cubic)) * u;
+// --- a tile of x in shared memory: chunks of 32 floats, 4 of padding against bank conflicts ---
+
+// Octet i of a tile, divided as ts_unplace says; 4 neighbouring lanes sum a chunk.
+template <int BITS, bool FP4, typename PX, typename PS>
+TS_FN void ts_put_octet(TS_THREAD float* v, int i, PX x_s, PS sum_s) {
+  float sum = 0.0f;
+  TS_UNROLL
+  for (int j = 0; j < 8; j++) {
+    sum += v[j];
+    v[j] *= FP4 ? 1.0f : ts_unplace<BITS>(j);
+  }
+  sum += ts_shuffle_xor(sum, 1);
+  sum += ts_shuffle_xor(sum, 2);
+  auto to = x_s + (i / 4 * 36 + i % 4 * 8);
+  ts_store_f32x4(to, v[0], v[1], v[2], v[3]);
+  ts_store_f32x4(to + 4, v[4], v[5], v[6], v[7]);
+  if (i % 4 == 0) sum_s[i / 4] = sum;
+}
+
+// Adds R rows' chunks times MT rows of x: w [R, BITS], s and b [R], tiles of TILE chunks in shared
+// memory, chunk `at` of them; acc [R, MT].
+template <int BITS, bool FP4, int R, int MT, int TILE, typename PX, typename PS>
+TS_FN void ts_multiply(TS_THREAD const uint* w, TS_THREAD const float* s, TS_THREAD const float* b,
+                       PX x_s, PS sum_s, int at, TS_THREAD float* acc) {
+  float d[R * MT];
+  TS_UNROLL
+  for (int i = 0; i < R * MT; i++) d[i] = 0.0f;
+  TS_UNROLL
+  for (int o = 0; o < 4; o++) {
+    TS_UNROLL
+    for (int t = 0; t < MT; t++) {
+      auto from = x_s + ((t * TILE + at) * 36 + o * 8);
+      const float4 lo = ts_load_f32x4(from);
+      const float4 hi = ts_load_f32x4(from + 4);
+      const float v[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+      TS_UNROLL
+      for (int r = 0; r < R; r++)
+        d[r * MT + t] = ts_dot8<BITS, FP4>(w + r * BITS, o, v, d[r * MT + t]);
+    }
+  }
+  TS_UNROLL
+  for (int t = 0; t < MT; t++) {
+    const float sum = sum_s[t * TILE + at];
+    TS_UNROLL
+    for (int r = 0; r < R; r++)
+      acc[r * MT + t] = ts_fma(s[r], d[r * MT + t], ts_fma(b[r], sum, acc[r * MT + t]));
+  }
+}
+
+// silu(gate) * up (1), gelu(gate) * up by the tanh approximation (2), or with both clamped to the
+// limit, gate only above: (up + 1) * gate * sigmoid(alpha * gate) (3).
+template <int GLU>
+TS_FN float ts_glu(float g, float u, float alpha, float limit) {
+  if (GLU == 2) {
+    const float cubic = ts_fma(0.044715f * g * g, g, g);
+    return 0.5f * g * (1.0f + ts_tanh(0.7978845608028654f * cubic)) * u;
+  }
+  if (GLU == 3) {
+    g = ts_min(g, limit);
+    u = ts_max(ts_min(u, limit), -limit) + 1.0f;
+  }
+  return g / (1.0f + ts_exp(GLU == 3 ? -alpha * g : -g)) * u;
 }
 """
 
+GLU = {None: 0, "silu": 1, "gelu": 2, "clamped": 3}
+"""Gated activations by name: the template value of ts_glu, 0 for none."""
+
 KERNEL_BITS = (2, 3, 4, 5, 6, 8)
+
+
+def tile_turns(chunks: int, most: int) -> int:
+    """Chunks a lane takes per tile, at most `most`, so that tiles are of about equal length."""
+    turns = ceil_div(chunks, SIMD)
+    return ceil_div(turns, ceil_div(turns, most))
 
 
 def is_unpackable(fmt: Format) -> bool:
