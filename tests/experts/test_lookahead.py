@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from layouts import Store, request, uniform, write_layout
 
 from turbospark.errors import ReadError
+from turbospark.experts import reader
 from turbospark.experts.policy import EMPTY, SlotCache
 
 K = 4
@@ -162,3 +165,21 @@ def test_only_decoding_looks_ahead(layout) -> None:
     store.ask(0, *request(np.random.default_rng(0), 5, range(32), K))
     ask(store, 2, [0, 1, 2, 3])  # the last layer has no next one
     assert store.counters.prefetch_requests == 0
+
+
+def test_wrong_guesses_that_were_not_begun_are_dropped(
+    layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Event()
+    monkeypatch.setattr(reader, "cores", lambda: 1)
+    with ThreadPoolExecutor(1) as busy:
+        busy.submit(gate.wait)  # the only reading thread
+        monkeypatch.setattr(reader, "workers", lambda: busy)
+        store, guesser = ahead(layout)
+        guesser.guess = [9, 10, 11, 12]
+        ask(store, 0, [0, 1, 2])  # few enough to be read by the caller
+        prefetch = store.store.layers[1].prefetch
+        store.store._collect(store.store.layers[1], [4, 5, 6, 7])  # does not wait for the thread
+        gate.set()
+    assert all(task.cancelled() for record in prefetch.tasks for task in record)
+    assert store.store.layers[1].cache.held == [EMPTY] * 8

@@ -10,6 +10,7 @@ import pytest
 from layouts import Q4, F, H, Store, dense_experts, reference, request, uniform, write_layout
 
 from turbospark.dtypes import Raw, affine
+from turbospark.experts.policy import SlotCache
 from turbospark.experts.slots import SlotPool
 from turbospark.install.planes import host_view
 from turbospark.layers.moe import swiglu
@@ -103,6 +104,19 @@ def test_the_cap_holds_when_the_working_set_changes(wide, policy: str) -> None:
         if allocated is None:
             allocated = mx.get_active_memory()
     assert mx.get_active_memory() <= allocated + stride
+
+
+@pytest.mark.parametrize("slots", [4, 6, 20])
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+def test_decoding_evicts_exactly_what_the_policy_says(wide, slots: int, policy: str) -> None:
+    """Finished work of an earlier token keeps no slot out of the policy's reach."""
+    store, rng = Store(wide, slots=slots, policy=policy), np.random.default_rng(2)
+    alone = SlotCache(slots, 64, policy)
+    for _ in range(60):
+        x, ids, weights = request(rng, 1, rng.permutation(64)[:12].tolist(), 4)
+        store.ask(0, x, ids, weights)
+        alone.commit(alone.plan(ids[0].tolist()))
+        assert store.store.layers[0].cache.held == alone.held
 
 
 @pytest.mark.parametrize("pipeline", [True, False])

@@ -173,7 +173,8 @@ class RecordReader:
 
     def arrived(self, wanted: Wanted, tasks: Sequence[Sequence[Future[None]]]) -> list[int]:
         """Wait for what `start` began: indices of the records that are whole and right."""
-        wait([task for record in tasks for task in record])
+        # A cancelled task counts as pending until a thread picks it up.
+        wait([task for record in tasks for task in record if not task.cancelled()])
         good = []
         for i, ((expert, room), record) in enumerate(zip(wanted, tasks, strict=True)):
             if any(task.cancelled() for task in record):
