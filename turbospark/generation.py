@@ -24,7 +24,15 @@ from turbospark.sampling import Sampler
 from turbospark.text.stops import StopMatcher
 from turbospark.text.tokenizer import Tokenizer
 
-STOP_REASONS = ("end_of_turn", "tool_calls", "eos", "stop_string", "max_tokens", "cancelled")
+STOP_REASONS = (
+    "end_of_turn",
+    "tool_calls",
+    "eos",
+    "stop_string",
+    "max_tokens",
+    "context",
+    "cancelled",
+)
 
 
 class Engine(Protocol):
@@ -187,8 +195,9 @@ def admit(
                 f"token id {token} at position {position} is outside the vocabulary "
                 f"0..{engine.vocab_size - 1}"
             )
-    if len(prompt_ids) + options.max_new_tokens > engine.max_context:
-        raise ContextOverflowError(len(prompt_ids), options.max_new_tokens, engine.max_context)
+    wanted = options.max_new_tokens or 1
+    if len(prompt_ids) + wanted > engine.max_context:
+        raise ContextOverflowError(len(prompt_ids), wanted, engine.max_context)
     if tokenizer is None and any(options.stop):
         raise TokenizerMissingError(
             f"stop={options.stop!r} needs a tokenizer, and the install has no tokenizer.json; "
@@ -199,8 +208,9 @@ def admit(
 class Sink:
     """Takes committed tokens and decides, in one fixed order, whether the run ends.
 
-    Order: end token (not shown, not counted), stop string, token limit. Cancelling comes after
-    all of them, so that a run which ends by itself is never reported as cancelled.
+    Order: end token (not shown, not counted), stop string, token limit, end of the context.
+    Cancelling comes after all of them, so that a run which ends by itself is never reported as
+    cancelled.
     """
 
     def __init__(
@@ -210,13 +220,16 @@ class Sink:
         tokenizer: Tokenizer | None,
         stop_ids: Mapping[int, str],
         clock: PhaseClock,
+        max_context: int,
     ) -> None:
         self.history = history
         self.prompt_len = len(history)
         self.reason: str | None = None
         self.stop_token_id: int | None = None
         self.stop_string: str | None = None
-        self._limit = options.max_new_tokens
+        limit = options.max_new_tokens
+        self._limit = max_context - self.prompt_len if limit is None else limit
+        self._full = "context" if limit is None else "max_tokens"
         self._ends = {
             **dict.fromkeys(options.stop_token_ids, "eos"),
             **({} if options.ignore_eos else stop_ids),
@@ -246,7 +259,7 @@ class Sink:
         if self._matcher.matched is not None:
             self.reason, self.stop_string = "stop_string", self._matcher.matched
         elif index + 1 >= self._limit:
-            events += self.end("max_tokens")
+            events += self.end(self._full)
         return events
 
     def end(self, reason: str) -> list[Event]:
@@ -288,7 +301,7 @@ class _Run:
         self._cancel = cancel
         self._sampler = Sampler(options, engine.vocab_size)
         self._seed = self._sampler.seed if options.temperature > 0 else None
-        self._sink = Sink(list(ids), options, tokenizer, stop_ids, engine.clock)
+        self._sink = Sink(list(ids), options, tokenizer, stop_ids, engine.clock, engine.max_context)
         self._before = engine.clock.snapshot()
         self._prompt: Iterator[tuple[int, Any | None]] | None = None
         self._done = -1

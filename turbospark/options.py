@@ -298,8 +298,10 @@ Strings = Annotated[tuple[Annotated[str, Strict()], ...], BeforeValidator(_as_st
 class GenerationOptions(FrozenOptions):
     """One generation: its length, its sampling and its stops. Raises OptionError."""
 
-    max_new_tokens: Positive = option(
-        1024, "an integer >= 1", "tokens to generate at most; prompt + this must fit max_context"
+    max_new_tokens: Positive | None = option(
+        1024,
+        "an integer >= 1, or None",
+        "tokens to generate at most; prompt + this must fit max_context; None goes on to its end",
     )
     temperature: Annotated[Real, Field(ge=0)] = option(
         0.2, "a finite number >= 0 (0 is greedy)", "applied after the truncations"

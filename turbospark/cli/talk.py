@@ -171,7 +171,7 @@ def _answer(
     """Generate, showing the answer as it comes; Ctrl-C ends it early."""
     room = runner.max_context - len(ids)
     if not hasattr(args, "max_new_tokens") and room > 0:
-        options = options.replace(max_new_tokens=min(options.max_new_tokens, room))
+        options = options.replace(max_new_tokens=min(options.max_new_tokens or room, room))
     with interruptible() as cancel:
         for event in runner.stream(ids, options, cancel=cancel):
             if isinstance(event, Finished):
