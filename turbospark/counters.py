@@ -38,6 +38,8 @@ class PhaseCounters:
     """Forward passes, counted per token also inside chunks."""
     passes: int = 0
     """Model invocations: a chunk of a prompt is one."""
+    attention_calls: int = 0
+    """Attention products, over all layers: one per layer and pass, or per row of it."""
     passes_dropped: int = 0
     """Passes begun for a token that was not chosen, and undone."""
     total_ns: int = 0

@@ -285,6 +285,7 @@ class Engine:
         self.states.advance()
         self.clock.count("calls", len(ids))
         self.clock.count("passes")
+        self.clock.count("attention_calls", self.states.step.attention_calls)
 
     def _check_usable(self, rows: int) -> None:
         if self.pool.live.record.tainted:

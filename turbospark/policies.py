@@ -260,8 +260,8 @@ class LiveToggles:
         """Whether this model's forward pass reads toggle `name` in the current combination."""
         if name not in RuntimeToggles.model_fields:
             raise OptionError(f"no toggle {name!r}; known: {', '.join(_TOGGLES)}")
-        if name == "prefill_steel" and self._state.batched_gemv_prefill is False:
-            return False  # rows run one by one, so there is no large product to slice
+        if name in _OF_SEVERAL_ROWS and self._state.batched_gemv_prefill is False:
+            return False  # every pass has one row
         return name in self._effective
 
     def add_effective(self, names: Iterable[str]) -> None:
@@ -277,6 +277,7 @@ class LiveToggles:
 
 
 _TOGGLES = tuple(RuntimeToggles.model_fields)
+_OF_SEVERAL_ROWS = ("prefill_steel", "prefill_rows_attention", "routed_batch_prefill")
 
 
 # --- speculation ------------------------------------------------------------------------------

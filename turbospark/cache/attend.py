@@ -19,7 +19,7 @@ class Step:
     With `rows_attention` all query rows attend in one call; without it one call per row.
     With `tape` recurrent layers keep what they need to be cut back to some of the rows.
     `masks` memoises what layers of one kind share within the pass; `replays` keeps what a cache
-    overwrote in it and a later layer still reads.
+    overwrote in it and a later layer still reads. `attention_calls` counts calls over all layers.
     """
 
     start: int
@@ -28,6 +28,7 @@ class Step:
     tape: bool = False
     masks: dict[tuple[int, ...], mx.array] = field(default_factory=dict)
     replays: dict[Any, Any] = field(default_factory=dict)
+    attention_calls: int = 0
 
     @property
     def end(self) -> int:
@@ -40,13 +41,14 @@ def causal_attention(
     v: mx.array,
     scale: float,
     sinks: mx.array | None,
-    rows_attention: bool = True,
+    step: Step,
 ) -> mx.array:
     """q [1, H, L, D] over k [1, KV, S, D], v [1, KV, S, Dv]; the last query sees all S keys."""
     rows, length = q.shape[2], k.shape[2]
+    step.attention_calls += 1 if step.rows_attention else rows
     if rows == 1:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=sinks)
-    if rows_attention:
+    if step.rows_attention:
         return mx.fast.scaled_dot_product_attention(
             q, k, v, scale=scale, mask="causal", sinks=sinks
         )
@@ -68,10 +70,11 @@ def masked_attention(
     mask: mx.array,
     scale: float,
     sinks: mx.array | None,
-    rows_attention: bool = True,
+    step: Step,
 ) -> mx.array:
     """As `causal_attention` with an explicit boolean mask [L, S], true where attended."""
-    if rows_attention or q.shape[2] == 1:
+    step.attention_calls += 1 if step.rows_attention else q.shape[2]
+    if step.rows_attention or q.shape[2] == 1:
         return mx.fast.scaled_dot_product_attention(
             q, k, v, scale=scale, mask=mask[None, None], sinks=sinks
         )

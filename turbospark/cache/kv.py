@@ -72,7 +72,7 @@ class LinearKV:
             self.values[:, :, : step.end],
             scale,
             sinks,
-            step.rows_attention,
+            step,
         )
 
 
@@ -111,13 +111,11 @@ class _Ring:
         length = min(end, self.capacity)
         keys, values = self.keys[:, :, :length], self.values[:, :, :length]
         if end <= self.window:
-            return causal_attention(q, keys, values, scale, sinks, step.rows_attention)
+            return causal_attention(q, keys, values, scale, sinks, step)
         name = (start, rows, self.window, self.capacity)
         if name not in step.masks:
             step.masks[name] = mx.array(ring_mask(start, rows, self.window, self.capacity))
-        return masked_attention(
-            q, keys, values, step.masks[name], scale, sinks, step.rows_attention
-        )
+        return masked_attention(q, keys, values, step.masks[name], scale, sinks, step)
 
     def turn(
         self,

@@ -49,4 +49,4 @@ class LatentKV:
         """q [1, H, L, latent_dim + rope_dim] -> [1, H, L, latent_dim] over all written rows."""
         keys = self.rows[:, :, : step.end]
         values = keys[..., : self.spec.latent_dim]
-        return causal_attention(q, keys, values, scale, None, step.rows_attention)
+        return causal_attention(q, keys, values, scale, None, step)
