@@ -47,9 +47,10 @@ class Session:
             return
         self.snapshots.append(self.states.snapshot())
         if len(self.snapshots) > MAX_SNAPSHOTS:
-            # Going back then loses least where the neighbours are closest; the newest stays.
+            # The two newest are where the next prompt is likeliest to part from this one. Of the
+            # others the one with the closest neighbours is missed least.
             at = [0, *(s.position for s in self.snapshots)]
-            gaps = [at[i + 2] - at[i] for i in range(len(at) - 2)]
+            gaps = [at[i + 2] - at[i] for i in range(len(at) - 3)]
             del self.snapshots[gaps.index(min(gaps))]
 
     def _forget(self, to: int) -> None:

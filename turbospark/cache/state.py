@@ -126,6 +126,7 @@ class LayerStates:
         """Close the pass opened by `begin`: its rows are now part of the past."""
         self.position = self.step.end
         self.furthest = max(self.furthest, self.position)
+        self.step.masks.clear()
         self.step.replays.clear()
 
     def keep_rows(self, rows: int) -> None:
