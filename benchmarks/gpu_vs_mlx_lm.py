@@ -144,7 +144,8 @@ def turbospark_engine(model: nn.Module, config: dict[str, Any], context: int) ->
         layers[i] = ExpertMLP(
             *matrices, family.expert_activation(ours), padded_routes=best.padded_routes
         )
-    store = ResidentExperts(layers, toggles) if layers else None
+    clock = PhaseClock()
+    store = ResidentExperts(layers, toggles, clock) if layers else None
     weights = Weights(tensors, tensors.shapes, mx.bfloat16, unpack_rows=best.unpack_rows)
     built = family.build(ours, weights, store)
     pool = SessionPool(1, lambda: LayerStates(built.cache_specs, context, mx.bfloat16))
@@ -157,7 +158,7 @@ def turbospark_engine(model: nn.Module, config: dict[str, Any], context: int) ->
         max_context=context,
         prefill_chunk=best.prefill_chunk,
         prefix_reuse=False,
-        clock=PhaseClock(),
+        clock=clock,
     )
 
 

@@ -14,6 +14,8 @@ import mlx.core as mx
 from turbospark.cache.attend import Step, causal_attention, masked_attention, ring_mask
 from turbospark.cache.specs import FullSpec, RingSpec
 from turbospark.errors import UnsupportedError
+from turbospark.kernels.choices import choices
+from turbospark.kernels.decode_attention import Rules, decode_attention
 
 RING_SLACK = 128
 
@@ -66,6 +68,12 @@ class LinearKV:
         self, q: mx.array, step: Step, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
         """Attend q over rows already written, this step's included."""
+        long = choices(mx.default_device()).attention_keys
+        if step.rows == 1 and long is not None and step.end >= long:
+            step.attention_calls += 1
+            length = mx.array([step.end], dtype=mx.int32)
+            out = decode_attention(q, self.keys, self.values, length, Rules(scale), sinks)
+            return out.reshape(1, 1, q.shape[1], -1).swapaxes(1, 2)
         return causal_attention(
             q,
             self.keys[:, :, : step.end],

@@ -18,21 +18,24 @@ class Choices:
 
     `unpack_rows`: rows of a product from which a packed matrix is unpacked once and multiplied
     dense. `padded_routes`: (token, rank) routes from which experts are unpacked and multiplied as
-    one padded batch. `prefill_chunk`: prompt tokens per pass for "auto".
+    one padded batch. `attention_keys`: keys from which one row attends by the split-K kernel over
+    the whole buffer. `prefill_chunk`: prompt tokens per pass for "auto".
     """
 
     unpack_rows: int | None
     padded_routes: int | None
+    attention_keys: int | None
     prefill_chunk: int
 
 
 CHOICES = {
     # Packed matrices are expanded at open; the figures do not apply.
-    "cpu": Choices(unpack_rows=None, padded_routes=None, prefill_chunk=512),
+    "cpu": Choices(None, None, None, prefill_chunk=512),
     # Unmeasured: MLX's own kernels are kept.
-    "metal": Choices(unpack_rows=None, padded_routes=None, prefill_chunk=512),
-    # One H200, mlx 0.32.4: quantized_matmul 56-119 TFLOP/s against 157-537 dense; gather_qmm 5.
-    "cuda": Choices(unpack_rows=256, padded_routes=2048, prefill_chunk=4096),
+    "metal": Choices(None, None, None, prefill_chunk=512),
+    # One H200, mlx 0.32.4: quantized_matmul 56-119 TFLOP/s against 157-537 dense; gather_qmm 5;
+    # one row over 8k / 32k / 128k keys of 8 heads: MLX 57 / 183 / 650 us, the kernel 80 / 114 / 247.
+    "cuda": Choices(unpack_rows=256, padded_routes=2048, attention_keys=16384, prefill_chunk=4096),
 }
 
 
