@@ -34,7 +34,7 @@ CHOICES = {
     # Unmeasured: MLX's own kernels are kept.
     "metal": Choices(None, None, None, prefill_chunk=512),
     # One H200, mlx 0.32.4: quantized_matmul 56-119 TFLOP/s against 157-537 dense; gather_qmm 5;
-    # one row over 8k / 32k / 128k keys of 8 heads: MLX 57 / 183 / 650 us, the kernel 80 / 114 / 247.
+    # one row over 8k, 32k, 128k keys of 8 heads: MLX 57, 183, 650 us, the kernel 80, 114, 247.
     "cuda": Choices(unpack_rows=256, padded_routes=2048, attention_keys=16384, prefill_chunk=4096),
 }
 
