@@ -24,6 +24,7 @@ _IO_CHUNK = 1 << 30
 _INT_DIGITS = 20  # 2**64 has 20: longer integers cannot be sizes and would be slow to parse
 _MAX_VALUES = 8 << 20  # a document of "[],[],..." takes 20 times its length in memory
 _MAX_DEPTH = 64  # what json accepts can be too deep for repr, == or a validator
+_UNPRINTABLE = re.compile(r"[^ -~]")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 Pairs = list[tuple[str, Any]]
@@ -149,8 +150,14 @@ def read_capped(path: Path, cap: int) -> bytes:
 
 
 def printable(text: str) -> str:
-    """Text that any terminal accepts, at most 200 characters: file contents end up in messages."""
-    return text[:200].encode("ascii", "backslashreplace").decode("ascii").replace("\n", " ")
+    """Text that any terminal accepts, at most 200 characters: file contents end up in messages.
+
+    Controls are escaped with the rest: a terminal would obey them.
+    """
+    return _UNPRINTABLE.sub(
+        lambda found: found[0].encode("unicode_escape").decode("ascii"),
+        text[:200].replace("\n", " "),
+    )
 
 
 # --- paths ----------------------------------------------------------------------------------------
