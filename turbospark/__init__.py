@@ -17,6 +17,10 @@ _EXPORTS = {
     "OpenOptions": "turbospark.options",
     "GenerationOptions": "turbospark.options",
     "GenerationResult": "turbospark.generation",
+    "Prefill": "turbospark.generation",
+    "Token": "turbospark.generation",
+    "Tail": "turbospark.generation",
+    "Finished": "turbospark.generation",
     "ArchConfig": "turbospark.install.arch",
     "KvQuant": "turbospark.options",
     "ExpertResidency": "turbospark.options",
@@ -37,6 +41,7 @@ __all__ = [
     "DflashPolicy",
     "DraftPolicies",
     "ExpertResidency",
+    "Finished",
     "GenerationOptions",
     "GenerationResult",
     "KvQuant",
@@ -44,8 +49,11 @@ __all__ = [
     "MtpPolicy",
     "OpenOptions",
     "PhaseCounters",
+    "Prefill",
     "Runner",
     "RuntimeToggles",
+    "Tail",
+    "Token",
     "TurbosparkError",
     "__version__",
     "convert",
@@ -57,7 +65,7 @@ if TYPE_CHECKING:
     from turbospark.conversion import convert
     from turbospark.counters import PhaseCounters
     from turbospark.errors import TurbosparkError
-    from turbospark.generation import GenerationResult
+    from turbospark.generation import Finished, GenerationResult, Prefill, Tail, Token
     from turbospark.hub import pull
     from turbospark.install.arch import ArchConfig
     from turbospark.options import (

@@ -298,7 +298,8 @@ class Runner:
         if items and isinstance(items[0], Mapping):
             if self.tokenizer is None:
                 raise self._no_tokenizer("chat messages")
-            return self.tokenizer.encode_chat(items, **template)
+            dated = {"now": self.options.chat_date, **template}
+            return self.tokenizer.encode_chat(items, **dated)
         return items
 
     def _no_tokenizer(self, what: str) -> TokenizerMissingError:
