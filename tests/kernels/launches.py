@@ -6,7 +6,7 @@ import mlx.core as mx
 from cases import normal, packed
 
 from turbospark.dtypes import MXFP4, Quant, affine
-from turbospark.kernels import decode_attention, expert_mlp, qmv, rope_kv, router_topk
+from turbospark.kernels import decode_attention, expert_mlp, qmv, qmv_matrix, rope_kv, router_topk
 from turbospark.kernels.source import Launch
 
 
@@ -22,6 +22,20 @@ def qmv_plain() -> Launch:
     x = normal((1, 1024), mx.float16, 1)
     around = qmv.Around(bias=normal((48,), mx.float16, 2), residual=normal((1, 48), mx.float16, 3))
     return qmv.launch(x, w.fmt, w.weight, w.scales, w.biases, around, qmv.Tuning(4, 4))
+
+
+def matrix_fused() -> Launch:
+    w = packed((64, 1024), affine(4, 64))
+    around = qmv.Around(norm=normal((1024,), mx.bfloat16, 0), eps=1e-5, glu="silu")
+    x = normal((1, 1024), mx.bfloat16, 1)
+    return qmv_matrix.launch(x, w.fmt, w.weight, w.scales, w.biases, around, qmv_matrix.Tuning())
+
+
+def matrix_bytes() -> Launch:
+    w = packed((48, 512), affine(8, 32, "float16"))
+    x = normal((4, 512), mx.float16, 1)
+    around = qmv.Around(bias=normal((48,), mx.float16, 2), residual=normal((4, 48), mx.float16, 3))
+    return qmv_matrix.launch(x, w.fmt, w.weight, w.scales, w.biases, around, qmv_matrix.Tuning(2))
 
 
 def expert_parts(fmt: Quant, bias: bool) -> tuple[mx.array, mx.array, expert_mlp.Experts]:
@@ -96,6 +110,8 @@ LAUNCHES = {
     for make in (
         qmv_fused,
         qmv_plain,
+        matrix_fused,
+        matrix_bytes,
         expert_gate_up,
         expert_down,
         attention_partial,

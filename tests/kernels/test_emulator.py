@@ -8,7 +8,7 @@ import pytest
 from emulator import EmulationError, emulate
 from emulator.build import is_clang
 
-from turbospark.kernels.source import Kernel, Launch
+from turbospark.kernels.source import Kernel, Launch, Plan
 
 WHO = """
   const int t = int(thread_index_in_threadgroup);
@@ -17,12 +17,18 @@ WHO = """
 """
 
 
+def launched(
+    kernel: Kernel, inputs: list[mx.array], groups: int, threads: int, outputs: list
+) -> Launch:
+    return Launch(Plan(kernel, {}, (groups, 1, 1), threads, tuple(outputs)), inputs)
+
+
 def run(body: str, groups: int = 1, seed: int = 0) -> np.ndarray:
     """`body` on 64 threads per group, reading a[256] = 0, 1, ... and writing out[64 * groups]."""
     kernel = Kernel("probe", ("a",), ("out",), WHO + body)
     outputs = [((64 * groups,), mx.float32)]
     a = mx.arange(256).astype(mx.float32)
-    return emulate(Launch(kernel, [a], {}, (groups, 1, 1), 64, outputs), seed).outputs[0]
+    return emulate(launched(kernel, [a], groups, 64, outputs), seed).outputs[0]
 
 
 EVEN = np.arange(64)
@@ -143,7 +149,7 @@ def test_every_half_converts_exactly() -> None:
     bits = mx.arange(65536).astype(mx.uint16).view(mx.float16)
     body = "const int i = int(thread_position_in_grid.x); out[i] = float(a[i]);"
     kernel = Kernel("widen", ("a",), ("out",), body)
-    got = emulate(Launch(kernel, [bits], {}, (256, 1, 1), 256, [((65536,), mx.float32)]))
+    got = emulate(launched(kernel, [bits], 256, 256, [((65536,), mx.float32)]))
     want = np.array(bits).astype(np.float64)
     assert np.array_equal(got.outputs[0], want, equal_nan=True)
 
@@ -160,7 +166,7 @@ def test_floats_round_to_16_bits_as_numpy_and_mlx_do() -> None:
     """
     kernel = Kernel("narrow", ("a",), ("h", "b"), body)
     outputs = [((32768,), mx.float16), ((32768,), mx.bfloat16)]
-    half, brain = emulate(Launch(kernel, [mx.array(x)], {}, (128, 1, 1), 256, outputs)).outputs
+    half, brain = emulate(launched(kernel, [mx.array(x)], 128, 256, outputs)).outputs
     with np.errstate(over="ignore"):
         assert np.array_equal(half, x.astype(np.float16))
     assert np.array_equal(brain, np.array(mx.array(x).astype(mx.bfloat16).astype(mx.float32)))
@@ -170,6 +176,6 @@ def test_an_updated_input_is_written_in_place() -> None:
     body = WHO + "ts_writable(a)[t + 1] = 7.0f; out[t] = 1.0f;"
     kernel = Kernel("update", ("a",), ("out",), body, updates=("a",))
     a = mx.arange(256).astype(mx.float32)
-    done = emulate(Launch(kernel, [a], {}, (1, 1, 1), 64, [((64,), mx.float32)]))
+    done = emulate(launched(kernel, [a], 1, 64, [((64,), mx.float32)]))
     assert done.updated["a"][:66].tolist() == [0.0, *[7.0] * 64, 65.0]
     assert a[1].item() == 1.0

@@ -105,7 +105,7 @@ def test_without_a_gpu_the_plain_version_runs(name: str) -> None:
 def test_leading_axes_of_x_are_kept() -> None:
     x, w, around = CASES["three rows of fp32"].inputs()
     run = launch(x[None], w.fmt, w.weight, w.scales, w.biases, around, Tuning())
-    assert run.outputs[0][0] == (1, 3, 33)
+    assert run.plan.outputs[0][0] == (1, 3, 33)
 
 
 def test_only_what_the_body_reads_is_taken() -> None:

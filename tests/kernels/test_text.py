@@ -24,12 +24,12 @@ def all_kernels() -> set[Kernel]:
 
 
 def test_every_kernel_has_a_launch_here() -> None:
-    assert {make().kernel for make in LAUNCHES.values()} == all_kernels()
+    assert {make().plan.kernel for make in LAUNCHES.values()} == all_kernels()
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_bodies_keep_the_rules(name: str) -> None:
-    assert lint(LAUNCHES[name]().kernel) == []
+    assert lint(LAUNCHES[name]().plan.kernel) == []
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

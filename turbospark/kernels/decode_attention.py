@@ -8,6 +8,7 @@ sinks and soft caps; does not know rope or who wrote the rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -16,6 +17,7 @@ from turbospark.kernels.source import (
     SIMD,
     Kernel,
     Launch,
+    Plan,
     Value,
     ceil_div,
     constant,
@@ -303,8 +305,16 @@ def launch_partial(
     q: mx.array, keys: mx.array, values: mx.array, length: mx.array, rules: Rules, tuning: Tuning
 ) -> Launch:
     """The first launch for the arguments of the reference."""
-    heads, rows, dim = q.shape[1:]
-    kv = keys.shape[1]
+    p = plan_partial(tuple(q.shape), keys.shape[1], rules, tuning)
+    numbers = constant(rules.scale, rules.soft_cap)
+    sizes = constant_ints(keys.shape[2], tuning.splits)
+    return Launch(p, [q, keys, values, length, numbers, sizes])
+
+
+@lru_cache(maxsize=1024)
+def plan_partial(q: tuple[int, ...], kv: int, rules: Rules, tuning: Tuning) -> Plan:
+    """What the first launch fixes for queries of shape `q`."""
+    _, heads, rows, dim = q
     queries = heads // kv * rows
     at_once = min(queries, 4 if dim == 256 else 8)
     padded = 1 << (at_once - 1).bit_length()
@@ -320,42 +330,30 @@ def launch_partial(
         "WINDOW": rules.window,
         "CAPPED": rules.soft_cap > 0,
     }
-    numbers = constant(rules.scale, rules.soft_cap)
-    sizes = constant_ints(keys.shape[2], tuning.splits)
-    return Launch(
-        PARTIAL_KERNEL,
-        [q, keys, values, length, numbers, sizes],
-        template,
-        (tuning.splits, kv, ceil_div(queries, at_once)),
-        SIMD * tuning.simdgroups,
-        [
-            ((heads * rows, tuning.splits, dim), mx.float32),
-            ((heads * rows, tuning.splits, 2), mx.float32),
-        ],
+    groups = (tuning.splits, kv, ceil_div(queries, at_once))
+    outputs = (
+        ((heads * rows, tuning.splits, dim), mx.float32),
+        ((heads * rows, tuning.splits, 2), mx.float32),
     )
+    return Plan(PARTIAL_KERNEL, template, groups, SIMD * tuning.simdgroups, outputs)
 
 
 def launch_combine(
     q: mx.array, o: mx.array, ml: mx.array, capacity: int, sinks: mx.array | None, tuning: Tuning
 ) -> Launch:
     """The second launch, over the first one's outputs."""
-    heads, rows, dim = q.shape[1:]
-    template: dict[str, Value] = {
-        "T": q.dtype,
-        "D": dim,
-        "M": rows,
-        "H": heads,
-        "SINKS": sinks is not None,
-    }
-    inputs = [o, ml, o if sinks is None else sinks, constant_ints(capacity, tuning.splits)]
-    return Launch(
-        COMBINE_KERNEL,
-        inputs,
-        template,
-        (heads * rows, 1, 1),
-        dim,
-        [((1, rows, heads * dim), q.dtype)],
-    )
+    p = plan_combine(tuple(q.shape), q.dtype, sinks is not None)
+    sizes = constant_ints(capacity, tuning.splits)
+    return Launch(p, [o, ml, o if sinks is None else sinks, sizes])
+
+
+@lru_cache(maxsize=1024)
+def plan_combine(q: tuple[int, ...], dtype: mx.Dtype, sinks: bool) -> Plan:
+    """What the second launch fixes for queries of shape `q`."""
+    _, heads, rows, dim = q
+    template: dict[str, Value] = {"T": dtype, "D": dim, "M": rows, "H": heads, "SINKS": sinks}
+    outputs = (((1, rows, heads * dim), dtype),)
+    return Plan(COMBINE_KERNEL, template, (heads * rows, 1, 1), dim, outputs)
 
 
 # --- choice ---------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -18,6 +20,7 @@ from turbospark.kernels.source import (
     SIMD,
     Kernel,
     Launch,
+    Plan,
     Value,
     ceil_div,
     constant,
@@ -65,6 +68,30 @@ class Matrix:
     scales: Plane
     biases: Plane | None = None
     bias: Plane | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What a kernel is compiled for."""
+        return Kind(self.fmt, self.rows, self.columns, self.bias is not None)
+
+
+class Kind(NamedTuple):
+    """A matrix without its planes."""
+
+    fmt: Quant
+    rows: int
+    columns: int
+    bias: bool
+
+    @property
+    def template(self) -> dict[str, Value]:
+        """Template values of the packed format."""
+        return {
+            "BITS": self.fmt.bits,
+            "GROUP": self.fmt.group_size,
+            "FP4": self.fmt.mode == "mxfp4",
+            "BIAS": self.bias,
+        }
 
 
 @dataclass(frozen=True)
@@ -373,7 +400,17 @@ def launch_gate_up(
 ) -> Launch:
     """The first launch for the arguments of the reference."""
     gate, up = experts.gate, experts.up
-    tokens, ranks = slots.shape
+    p = plan_gate_up(tuple(slots.shape), gate.kind, experts.glu, around.norm is not None, tuning)
+    numbers = constant(around.eps, experts.alpha, experts.limit)
+    sizes = constant_ints(*_sizes(gate), *_sizes(up))
+    norm = x if around.norm is None else around.norm
+    return Launch(p, [x, slots, *_arrays(gate), *_arrays(up), norm, numbers, sizes])
+
+
+@lru_cache(maxsize=1024)
+def plan_gate_up(slots: tuple[int, ...], gate: Kind, glu: str, norm: bool, tuning: Tuning) -> Plan:
+    """What the first launch fixes for slots of that shape."""
+    tokens, ranks = slots
     rows = max(2, tuning.rows)
     template: dict[str, Value] = {
         "K": gate.columns,
@@ -382,17 +419,13 @@ def launch_gate_up(
         "U": tile_turns(gate.columns // CODES, 4),
         "R": rows,
         "SG": tuning.simdgroups,
-        **_format(gate),
-        "GLU": GLU[experts.glu],
-        "NORM": around.norm is not None,
+        **gate.template,
+        "GLU": GLU[glu],
+        "NORM": norm,
     }
-    numbers = constant(around.eps, experts.alpha, experts.limit)
-    sizes = constant_ints(*_sizes(gate), *_sizes(up))
-    inputs = [x, slots, *_arrays(gate), *_arrays(up)]
-    inputs += [x if around.norm is None else around.norm, numbers, sizes]
     groups = (ceil_div(gate.rows, rows // 2 * tuning.simdgroups), ranks, tokens)
-    outputs = [((tokens, ranks, gate.rows), mx.float32)]
-    return Launch(GATE_UP_KERNEL, inputs, template, groups, SIMD * tuning.simdgroups, outputs)
+    outputs = (((tokens, ranks, gate.rows), mx.float32),)
+    return Plan(GATE_UP_KERNEL, template, groups, SIMD * tuning.simdgroups, outputs)
 
 
 def launch_down(
@@ -406,7 +439,18 @@ def launch_down(
 ) -> Launch:
     """The second launch: h float32 [T, k, F] -> `dtype` [T, H]."""
     down = experts.down
-    tokens, ranks = slots.shape
+    added = (around.residual is not None, around.beside is not None)
+    p = plan_down(tuple(slots.shape), down.kind, added, dtype, tuning)
+    extra = [h if a is None else a for a in (around.residual, around.beside)]
+    return Launch(p, [h, slots, weights, *_arrays(down), *extra, constant_ints(*_sizes(down))])
+
+
+@lru_cache(maxsize=1024)
+def plan_down(
+    slots: tuple[int, ...], down: Kind, added: tuple[bool, bool], dtype: mx.Dtype, tuning: Tuning
+) -> Plan:
+    """What the second launch fixes for slots of that shape."""
+    tokens, ranks = slots
     template: dict[str, Value] = {
         "T": dtype,
         "H": down.rows,
@@ -415,24 +459,13 @@ def launch_down(
         "U": tile_turns(down.columns // CODES * ranks, 4),
         "R": tuning.rows,
         "SG": tuning.simdgroups,
-        **_format(down),
-        "RESIDUAL": around.residual is not None,
-        "BESIDE": around.beside is not None,
+        **down.template,
+        "RESIDUAL": added[0],
+        "BESIDE": added[1],
     }
-    extra = [h if a is None else a for a in (around.residual, around.beside)]
-    inputs = [h, slots, weights, *_arrays(down), *extra, constant_ints(*_sizes(down))]
     groups = (ceil_div(down.rows, tuning.rows * tuning.simdgroups), tokens, 1)
-    outputs = [((tokens, down.rows), dtype)]
-    return Launch(DOWN_KERNEL, inputs, template, groups, SIMD * tuning.simdgroups, outputs)
-
-
-def _format(m: Matrix) -> dict[str, Value]:
-    return {
-        "BITS": m.fmt.bits,
-        "GROUP": m.fmt.group_size,
-        "FP4": m.fmt.mode == "mxfp4",
-        "BIAS": m.bias is not None,
-    }
+    outputs = (((tokens, down.rows), dtype),)
+    return Plan(DOWN_KERNEL, template, groups, SIMD * tuning.simdgroups, outputs)
 
 
 def _planes(m: Matrix) -> list[Plane]:

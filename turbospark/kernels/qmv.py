@@ -7,13 +7,16 @@ planes; does not know layers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from turbospark.dtypes import Quant
 from turbospark.kernels.choices import backend
-from turbospark.kernels.source import SIMD, Kernel, Launch, Value, ceil_div, constant
+from turbospark.kernels.source import SIMD, Kernel, Launch, Plan, Value, ceil_div, constant
 from turbospark.kernels.unpack import CODES, GLU, HEADER, is_unpackable, tile_turns
 
 MAX_ROWS = 8
@@ -33,6 +36,33 @@ class Around:
     bias: mx.array | None = None
     glu: str | None = None
     residual: mx.array | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """Which parts there are."""
+        norm, bias, residual = (a is not None for a in (self.norm, self.bias, self.residual))
+        return Parts(norm, bias, self.glu, residual)
+
+
+class Parts(NamedTuple):
+    """Which parts of `Around` are there; a kernel is compiled for each set."""
+
+    norm: bool
+    bias: bool
+    glu: str | None
+    residual: bool
+
+    def template(self, fmt: Quant) -> dict[str, Value]:
+        """Template values of the parts and of the packed format."""
+        return {
+            "BITS": fmt.bits,
+            "GROUP": fmt.group_size,
+            "FP4": fmt.mode == "mxfp4",
+            "NORM": self.norm,
+            "BIAS": self.bias,
+            "GLU": GLU[self.glu],
+            "RESIDUAL": self.residual,
+        }
 
 
 PLAIN = Around()
@@ -229,31 +259,15 @@ def launch(
 
     x must begin at a multiple of 16 bytes.
     """
-    n, k = weight.shape[0], x.shape[-1]
-    m = x.size // k
-    rows = max(tuning.rows, 2) if around.glu else tuning.rows
-    outs = n // 2 if around.glu else n
-    per_group = tuning.simdgroups * (rows // 2 if around.glu else rows)
-    tokens = min(m, 4)
-    template: dict[str, Value] = {
-        "T": x.dtype,
-        "K": k,
-        "N": n,
-        "M": m,
-        "MT": tokens,
-        "U": tile_turns(k // CODES, max(1, 4 // tokens)),
-        "R": rows,
-        "SG": tuning.simdgroups,
-        "BITS": fmt.bits,
-        "GROUP": fmt.group_size,
-        "FP4": fmt.mode == "mxfp4",
-        "NORM": around.norm is not None,
-        "BIAS": around.bias is not None,
-        "GLU": GLU[around.glu],
-        "RESIDUAL": around.residual is not None,
-    }
-    # Absent inputs are stood in for by present ones that the template makes unread.
-    inputs = [
+    p = plan(fmt, weight.shape[0], tuple(x.shape), x.dtype, around.parts, tuning)
+    return Launch(p, inputs(x, weight, scales, biases, around))
+
+
+def inputs(
+    x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array | None, around: Around
+) -> list[mx.array]:
+    """The kernel's inputs; absent ones are stood in for by present ones, which it does not read."""
+    return [
         x,
         weight,
         scales,
@@ -263,9 +277,33 @@ def launch(
         x if around.bias is None else around.bias,
         x if around.residual is None else around.residual,
     ]
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    fmt: Quant, n: int, x: tuple[int, ...], dtype: mx.Dtype, parts: Parts, tuning: Tuning
+) -> Plan:
+    """What `launch` fixes for inputs of shape `x` and `dtype`."""
+    k = x[-1]
+    m = math.prod(x[:-1])
+    rows = max(tuning.rows, 2) if parts.glu else tuning.rows
+    outs = n // 2 if parts.glu else n
+    per_group = tuning.simdgroups * (rows // 2 if parts.glu else rows)
+    tokens = min(m, 4)
+    template: dict[str, Value] = {
+        "T": dtype,
+        "K": k,
+        "N": n,
+        "M": m,
+        "MT": tokens,
+        "U": tile_turns(k // CODES, max(1, 4 // tokens)),
+        "R": rows,
+        "SG": tuning.simdgroups,
+        **parts.template(fmt),
+    }
     groups = (ceil_div(outs, per_group), ceil_div(m, tokens), 1)
-    shape = (*x.shape[:-1], outs)
-    return Launch(KERNEL, inputs, template, groups, SIMD * tuning.simdgroups, [(shape, x.dtype)])
+    outputs = (((*x[:-1], outs), dtype),)
+    return Plan(KERNEL, template, groups, SIMD * tuning.simdgroups, outputs)
 
 
 # --- choice ---------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ and a step must be evaluated before its buffers are used in any other way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -21,6 +21,7 @@ from turbospark.kernels.source import (
     SIMD,
     Kernel,
     Launch,
+    Plan,
     Value,
     ceil_div,
     constant,
@@ -42,6 +43,11 @@ class Heads:
     k_norm: mx.array | None = None
     eps: float = 0.0
 
+    @property
+    def kind(self) -> tuple[int, int, int, bool, bool]:
+        """What a kernel is compiled for."""
+        return (self.query, self.key, self.dim, self.q_norm is not None, self.k_norm is not None)
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -54,6 +60,11 @@ class Turn:
     periods: mx.array
     interleaved: bool = False
     factor: float = 1.0
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What a kernel is compiled for."""
+        return (self.dims, self.interleaved)
 
 
 # --- reference ------------------------------------------------------------------------------------
@@ -201,10 +212,8 @@ STORE_KERNEL = Kernel(
 
 def launch_rotate(qkv: mx.array, length: mx.array, heads: Heads, turn: Turn) -> Launch:
     """q [1, H, M, D], k and v [1, KV, M, D] as new arrays."""
-    rows, dtype = qkv.shape[1], qkv.dtype
-    kv = ((1, heads.key, rows, heads.dim), dtype)
-    outputs = [((1, heads.query, rows, heads.dim), dtype), kv, kv]
-    return _launch(ROTATE_KERNEL, qkv, length, heads, turn, {}, [], outputs)
+    p = plan(ROTATE_KERNEL, qkv.shape[1], qkv.dtype, heads.kind, turn.kind, False)
+    return Launch(p, _inputs(qkv, length, heads, turn))
 
 
 def launch_store(
@@ -217,38 +226,44 @@ def launch_store(
     ring: bool = False,
 ) -> Launch:
     """q [1, H, M, D] as a new array; k and v into `keys` and `values`, of qkv's dtype."""
-    inputs = [keys, values, constant_ints(keys.shape[2])]
-    outputs = [((1, heads.query, qkv.shape[1], heads.dim), qkv.dtype)]
-    return _launch(STORE_KERNEL, qkv, length, heads, turn, {"RING": ring}, inputs, outputs)
+    p = plan(STORE_KERNEL, qkv.shape[1], qkv.dtype, heads.kind, turn.kind, ring)
+    buffers = [keys, values, constant_ints(keys.shape[2])]
+    return Launch(p, _inputs(qkv, length, heads, turn) + buffers)
 
 
-def _launch(
-    kernel: Kernel,
-    qkv: mx.array,
-    length: mx.array,
-    heads: Heads,
-    turn: Turn,
-    template: dict[str, Value],
-    inputs: list[mx.array],
-    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
-) -> Launch:
-    template = {
-        "T": qkv.dtype,
-        "H": heads.query,
-        "KV": heads.key,
-        "D": heads.dim,
-        "M": qkv.shape[1],
-        "ROT": turn.dims,
-        "SG": SIMDGROUPS,
-        "INTERLEAVED": turn.interleaved,
-        "Q_NORM": heads.q_norm is not None,
-        "K_NORM": heads.k_norm is not None,
-        **template,
-    }
+def _inputs(qkv: mx.array, length: mx.array, heads: Heads, turn: Turn) -> list[mx.array]:
     norms = [qkv if n is None else n for n in (heads.q_norm, heads.k_norm)]
-    shared = [qkv, length, turn.periods, *norms, constant(heads.eps, turn.factor)]
-    groups = (ceil_div(heads.query + 2 * heads.key, SIMDGROUPS), qkv.shape[1], 1)
-    return Launch(kernel, shared + inputs, template, groups, SIMD * SIMDGROUPS, outputs)
+    return [qkv, length, turn.periods, *norms, constant(heads.eps, turn.factor)]
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    kernel: Kernel,
+    rows: int,
+    dtype: mx.Dtype,
+    heads: tuple[int, int, int, bool, bool],
+    turn: tuple[int, bool],
+    ring: bool,
+) -> Plan:
+    """What a launch fixes for that many rows."""
+    query, key, dim, q_norm, k_norm = heads
+    template: dict[str, Value] = {
+        "T": dtype,
+        "H": query,
+        "KV": key,
+        "D": dim,
+        "M": rows,
+        "ROT": turn[0],
+        "SG": SIMDGROUPS,
+        "INTERLEAVED": turn[1],
+        "Q_NORM": q_norm,
+        "K_NORM": k_norm,
+        "RING": ring,
+    }
+    kv = ((1, key, rows, dim), dtype)
+    outputs = (((1, query, rows, dim), dtype), kv, kv)[: len(kernel.outputs)]
+    groups = (ceil_div(query + 2 * key, SIMDGROUPS), rows, 1)
+    return Plan(kernel, template, groups, SIMD * SIMDGROUPS, outputs)
 
 
 # --- choice ---------------------------------------------------------------------------------------

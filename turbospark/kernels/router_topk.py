@@ -6,10 +6,12 @@ does not know experts.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from turbospark.kernels.choices import backend
-from turbospark.kernels.source import SIMD, Kernel, Launch, Value, constant
+from turbospark.kernels.source import SIMD, Kernel, Launch, Plan, Value, constant
 
 MAX_EXPERTS = 512
 MAX_CHOSEN = 32
@@ -100,10 +102,16 @@ KERNEL = Kernel("router_topk", ("logits", "scale"), ("ids", "weights"), BODY)
 
 def launch(logits: mx.array, k: int, normalize: bool, scale: float) -> Launch:
     """The kernel's launch for the arguments of the reference."""
-    tokens, experts = logits.shape
+    return Launch(plan(tuple(logits.shape), k, normalize), [logits, constant(scale)])
+
+
+@lru_cache(maxsize=1024)
+def plan(logits: tuple[int, ...], k: int, normalize: bool) -> Plan:
+    """What the launch fixes for logits of that shape."""
+    tokens, experts = logits
     template: dict[str, Value] = {"E": experts, "K": k, "NORMALIZE": normalize}
-    outputs = [((tokens, k), mx.int32), ((tokens, k), mx.float32)]
-    return Launch(KERNEL, [logits, constant(scale)], template, (tokens, 1, 1), SIMD, outputs)
+    outputs = (((tokens, k), mx.int32), ((tokens, k), mx.float32))
+    return Plan(KERNEL, template, (tokens, 1, 1), SIMD, outputs)
 
 
 # --- choice ---------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ be constructed on other builds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ PRELUDES = Path(__file__).parent / "preludes"
 SIMD = 32
 
 Value = int | bool | mx.Dtype
+
+TYPES = {
+    mx.float32: "float",
+    mx.float16: "float16_t",
+    mx.bfloat16: "bfloat16_t",
+    mx.int32: "int32_t",
+    mx.uint32: "uint32_t",
+    mx.uint8: "uint8_t",
+    mx.int64: "int64_t",
+}
+"""Names that all three preludes know."""
 
 
 @dataclass(frozen=True)
@@ -40,57 +52,84 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One run of a kernel: arrays in, template values, threadgroups, arrays out.
+class Plan:
+    """A kernel with everything fixed but its inputs, made once per shape.
 
     `template` values are dtypes and sizes fixed by the model; every new set is compiled anew, so
-    lengths and positions travel in arrays. `threads` is the size of one threadgroup along x.
+    lengths and positions travel in arrays. They are written into the body: handing them to MLX at
+    every call would double a launch's cost on the host. `threads` is the size of one threadgroup
+    along x, `groups` counts threadgroups.
     """
 
     kernel: Kernel
-    inputs: Sequence[mx.array]
     template: dict[str, Value]
     groups: tuple[int, int, int]
     threads: int
-    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]
+    outputs: tuple[tuple[tuple[int, ...], mx.Dtype], ...]
+    _calls: dict[str, Callable[..., list[mx.array]]] = field(default_factory=dict, compare=False)
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Threads along each axis, as MLX counts."""
         return (self.groups[0] * self.threads, self.groups[1], self.groups[2])
 
-    def run(self, backend: str, **how: Any) -> list[mx.array]:
-        """Launch on "metal" or "cuda"; the outputs in order, lazily. `how` goes to MLX."""
-        outputs: list[mx.array] = built(self.kernel, backend)(
-            inputs=list(self.inputs),
-            template=list(self.template.items()),
+    @property
+    def constants(self) -> str:
+        """The template as lines of the body, with the preludes' names of types."""
+        lines = []
+        for name, value in self.template.items():
+            if isinstance(value, bool):
+                lines.append(f"  constexpr bool {name} = {str(value).lower()};\n")
+            elif isinstance(value, int):
+                lines.append(f"  constexpr int {name} = {value};\n")
+            else:
+                lines.append(f"  using {name} = {TYPES[value]};\n")
+        return "".join(lines)
+
+    def run(self, backend: str, inputs: list[mx.array]) -> list[mx.array]:
+        """Launch on "metal" or "cuda"; the outputs in order, lazily."""
+        call = self._calls.get(backend)
+        if call is None:
+            call = self._calls[backend] = self.built(backend)
+        return call(inputs=inputs)
+
+    def built(self, backend: str, **how: Any) -> Callable[..., list[mx.array]]:
+        """A callable of `inputs` on "metal" or "cuda"; `how` goes to MLX at every call."""
+        digest = hashlib.sha256(self.constants.encode()).hexdigest()[:12]
+        make: Any = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
+        call = make(
+            name=f"turbospark_{self.kernel.name}_{digest}",
+            input_names=list(self.kernel.inputs),
+            output_names=list(self.kernel.outputs),
+            source=self.constants + self.kernel.body,
+            header=prelude(backend) + self.kernel.header,
+        )
+        return partial(
+            call,
             grid=self.grid,
             threadgroup=(self.threads, 1, 1),
             output_shapes=[shape for shape, _ in self.outputs],
             output_dtypes=[dtype for _, dtype in self.outputs],
             **how,
         )
-        return outputs
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A plan and the arrays it reads."""
+
+    plan: Plan
+    inputs: list[mx.array]
+
+    def run(self, backend: str) -> list[mx.array]:
+        """Launch on "metal" or "cuda"; the outputs in order, lazily."""
+        return self.plan.run(backend, self.inputs)
 
 
 @cache
 def prelude(backend: str) -> str:
     """The text of the vocabulary of "metal" or "cuda"."""
     return (PRELUDES / f"{backend}.h").read_text()
-
-
-@cache
-def built(kernel: Kernel, backend: str) -> Callable[..., Any]:
-    """MLX's callable for `kernel` on "metal" or "cuda"."""
-    make: Any = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
-    kernel_of_mlx: Callable[..., Any] = make(
-        name=f"turbospark_{kernel.name}",
-        input_names=list(kernel.inputs),
-        output_names=list(kernel.outputs),
-        source=kernel.body,
-        header=prelude(backend) + kernel.header,
-    )
-    return kernel_of_mlx
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -20,20 +20,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from turbospark.kernels.source import Kernel, Value
+from turbospark.kernels.source import TYPES, Plan
 
 HERE = Path(__file__).parent
 CACHE = Path(tempfile.gettempdir()) / f"turbospark-emulator-{os.getuid()}"
 CXX = os.environ.get("TURBOSPARK_TEST_CXX", "g++")
-TYPES = {
-    mx.float32: "float",
-    mx.float16: "float16_t",
-    mx.bfloat16: "bfloat16_t",
-    mx.int32: "int32_t",
-    mx.uint32: "uint32_t",
-    mx.uint8: "uint8_t",
-    mx.int64: "int64_t",
-}
 FLAGS = ["-std=c++14", "-O1", "-g0", "-fPIC", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
 BODY_FLAGS = [
     "-fno-strict-aliasing",
@@ -74,27 +65,21 @@ def _headers() -> str:
     return "".join((HERE / n).read_text() for n in ("machine.h", "half.h", "vocabulary.h"))
 
 
-def compiled(kernel: Kernel, dtypes: Sequence[mx.Dtype], template: dict[str, Value]) -> ctypes.CDLL:
-    """The kernel for those argument dtypes (inputs, then outputs) and template values."""
+def compiled(plan: Plan, dtypes: Sequence[mx.Dtype]) -> ctypes.CDLL:
+    """The plan's kernel for those argument dtypes, inputs and then outputs."""
     machine()
     sanitize = SANITIZE + (",unsigned-integer-overflow" if is_clang() else "")
     flags = [*FLAGS, *BODY_FLAGS, f"-fsanitize={sanitize}"]
     flags += [] if is_clang() else ["-Wno-clobbered"]
-    text = source_text(kernel, dtypes, template)
-    return ctypes.CDLL(str(_compile(kernel.name, text, _headers(), flags)))
+    text = source_text(plan, dtypes)
+    return ctypes.CDLL(str(_compile(plan.kernel.name, text, _headers(), flags)))
 
 
-def source_text(kernel: Kernel, dtypes: Sequence[mx.Dtype], template: dict[str, Value]) -> str:
+def source_text(plan: Plan, dtypes: Sequence[mx.Dtype]) -> str:
     """The C++ text of a kernel: vocabulary, header, constants, arguments, body."""
+    kernel = plan.kernel
     lines = ['#include "vocabulary.h"', f'#line 1 "{kernel.name}.header"', kernel.header]
-    lines.append("static void emu_body() {")
-    for name, value in template.items():
-        if isinstance(value, bool):
-            lines.append(f"  constexpr bool {name} = {str(value).lower()};")
-        elif isinstance(value, int):
-            lines.append(f"  constexpr int {name} = {value};")
-        else:
-            lines.append(f"  using {name} = {TYPES[value]};")
+    lines += ["static void emu_body() {", plan.constants]
     names = (*kernel.inputs, *kernel.outputs)
     for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
         const = "const " if i < len(kernel.inputs) else ""

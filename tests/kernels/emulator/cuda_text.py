@@ -12,20 +12,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
-from turbospark.kernels.source import Launch, prelude
+from turbospark.kernels.source import TYPES, Launch, prelude
 
-TYPES = {
-    mx.float32: "float",
-    mx.float16: "__half",
-    mx.bfloat16: "__nv_bfloat16",
-    mx.int32: "int32_t",
-    mx.uint32: "uint32_t",
-    mx.uint8: "uint8_t",
-    mx.int64: "int64_t",
-}
 # What mlx/backend/cuda/device/utils.cuh brings into scope, as far as kernels use it.
 SCOPE = """
 #include <cstdint>
@@ -37,23 +27,15 @@ SCOPE = """
 
 def cuda_text(launch: Launch) -> str:
     """The translation unit MLX hands to NVRTC for `launch`."""
-    kernel = launch.kernel
+    plan, kernel = launch.plan, launch.plan.kernel
     arguments = [
         f"const {TYPES[a.dtype]}* {name}"
         for name, a in zip(kernel.inputs, launch.inputs, strict=True)
     ]
     arguments += [
         f"{TYPES[dtype]}* {name}"
-        for name, (_, dtype) in zip(kernel.outputs, launch.outputs, strict=True)
+        for name, (_, dtype) in zip(kernel.outputs, plan.outputs, strict=True)
     ]
-    constants = []
-    for name, value in launch.template.items():
-        if isinstance(value, bool):
-            constants.append(f"constexpr bool {name} = {str(value).lower()};")
-        elif isinstance(value, int):
-            constants.append(f"constexpr int {name} = {value};")
-        else:
-            constants.append(f"using {name} = {TYPES[value]};")
     return "\n".join(
         [
             SCOPE,
@@ -61,7 +43,7 @@ def cuda_text(launch: Launch) -> str:
             "namespace mlx::core::cu {",
             "namespace cg = cooperative_groups;",
             f'extern "C" __global__ void custom_kernel_{kernel.name}({", ".join(arguments)}) {{',
-            *constants,
+            plan.constants,
             kernel.body,
             "}",
             "}",
@@ -90,7 +72,7 @@ def compile_cuda(launch: Launch, arch: str = "sm_90a") -> Compiled:
         command += ["-o", str(Path(folder) / "k.cubin"), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise AssertionError(f"{launch.kernel.name}: {done.stderr[:3000]}")
+        raise AssertionError(f"{launch.plan.kernel.name}: {done.stderr[:3000]}")
     number = lambda p: int((re.search(p, done.stderr) or [0, 0])[1])  # noqa: E731
     return Compiled(
         number(r"Used (\d+) registers"),

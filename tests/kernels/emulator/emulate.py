@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from emulator.build import EmulationError, compiled, machine
-from turbospark.kernels.source import SIMD, Launch
+from turbospark.kernels.source import SIMD, Launch, Plan
 
 NUMPY = {
     mx.float32: np.float32,
@@ -89,15 +89,15 @@ def emulate(launch: Launch, seed: int = 0) -> Emulated:
 
     Outputs are poisoned first, and each of their elements must be written. Raises EmulationError.
     """
-    kernel = launch.kernel
+    plan, kernel = launch.plan, launch.plan.kernel
     check_launch(launch)
-    dtypes = [a.dtype for a in launch.inputs] + [d for _, d in launch.outputs]
-    library = compiled(kernel, dtypes, launch.template)
+    dtypes = [a.dtype for a in launch.inputs] + [d for _, d in plan.outputs]
+    library = compiled(plan, dtypes)
     arrays = []
     for name, array in zip(kernel.inputs, launch.inputs, strict=True):
         bits = array.bits if isinstance(array, Sparse) else to_bits(array)
         arrays.append(bits.copy() if name in kernel.updates else bits)
-    for shape, dtype in launch.outputs:
+    for shape, dtype in plan.outputs:
         poisoned = np.empty(shape, NUMPY[dtype])
         poisoned.view(np.uint8).fill(0xFF)
         arrays.append(poisoned)
@@ -109,7 +109,7 @@ def emulate(launch: Launch, seed: int = 0) -> Emulated:
             name.encode(), array.ctypes.data, array.size, array.itemsize, int(written),
             int(i < len(kernel.inputs)), 0, 0, 0, 0,
         )  # fmt: skip
-    statistics = _run(library, kernel.name, arguments, launch, seed)
+    statistics = _run(library, arguments, plan, seed)
     for argument in arguments:
         if argument.unwritten and argument.name.decode() not in kernel.partial:
             raise EmulationError(
@@ -126,19 +126,17 @@ def emulate(launch: Launch, seed: int = 0) -> Emulated:
     )
 
 
-def _run(
-    library: ctypes.CDLL, name: str, arguments: ctypes.Array, launch: Launch, seed: int
-) -> list[int]:
+def _run(library: ctypes.CDLL, arguments: ctypes.Array, plan: Plan, seed: int) -> list[int]:
     text = ctypes.create_string_buffer(2048)
     statistics = (ctypes.c_int64 * 2)()
     entry = ctypes.c_void_p.in_dll(library, "emu_entry")
     failed = machine().emu_run(
-        name.encode(),
+        plan.kernel.name.encode(),
         entry,
         arguments,
         len(arguments),
-        (ctypes.c_int * 3)(*launch.groups),
-        (ctypes.c_int * 3)(launch.threads, 1, 1),
+        (ctypes.c_int * 3)(*plan.groups),
+        (ctypes.c_int * 3)(plan.threads, 1, 1),
         ctypes.c_uint32(seed),
         text,
         len(text),
@@ -170,7 +168,7 @@ def float64(bits: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
 
 def check_launch(launch: Launch) -> None:
     """Refuse what one of the GPU back ends would refuse or misread. Raises EmulationError."""
-    kernel, wrong = launch.kernel, []
+    plan, kernel, wrong = launch.plan, launch.plan.kernel, []
     for name, array in zip(kernel.inputs, launch.inputs, strict=True):
         if array.ndim == 0:
             wrong.append(f"input {name} is 0-d: a reference in Metal, a pointer in CUDA")
@@ -178,15 +176,12 @@ def check_launch(launch: Launch) -> None:
             wrong.append(f"input {name} is empty")
         if name in kernel.updates and array.size < 8:
             wrong.append(f"input {name} is constant in Metal below 8 elements, cannot be updated")
-    if launch.threads % SIMD or launch.threads > 256:
-        wrong.append(f"threadgroup of {launch.threads}: want a multiple of 32, at most 256")
-    if max(launch.groups[1:]) > CUDA_GROUPS_YZ:
+    if plan.threads % SIMD or plan.threads > 256:
+        wrong.append(f"threadgroup of {plan.threads}: want a multiple of 32, at most 256")
+    if max(plan.groups[1:]) > CUDA_GROUPS_YZ:
         wrong.append("more than 65535 threadgroups in y or z (CUDA limit)")
-    if max(launch.grid) >= 2**31 or min(launch.groups) < 1:
-        wrong.append(f"threadgroups {launch.groups}")
-    for name, value in launch.template.items():
-        if isinstance(value, int) and value < 0:
-            wrong.append(f"template {name}={value}: MLX builds the kernel's name from it")
+    if max(plan.grid) >= 2**31 or min(plan.groups) < 1:
+        wrong.append(f"threadgroups {plan.groups}")
     if len(kernel.inputs) + len(kernel.outputs) > METAL_BUFFERS:
         wrong.append("more than 31 buffers")
     if wrong:

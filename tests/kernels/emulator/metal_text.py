@@ -44,11 +44,10 @@ def clang() -> str:
 def metal_text(launch: Launch) -> str:
     """What MLX hands to the Metal compiler for `launch`, less its utils.h."""
 
+    verbose = launch.plan.built("metal", stream=mx.gpu, verbose=True)
+
     def call(*inputs: mx.array) -> list[mx.array]:
-        traced = Launch(
-            launch.kernel, inputs, launch.template, launch.groups, launch.threads, launch.outputs
-        )
-        return traced.run("metal", stream=mx.gpu, verbose=True)
+        return verbose(inputs=list(inputs))
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -75,12 +74,6 @@ def _mlx_utils() -> str:
 
 def type_errors(source: str, standard: str = "c++14") -> str:
     """clang's errors on a Metal text; empty when there are none."""
-    # The explicit instantiation with attributes is Metal's own: take the kernel's address instead.
-    source = re.sub(
-        r"\ntemplate \[\[host_name\(.*?\)\]\] \[\[kernel\]\] decltype\(.*\) (.*);\n",
-        r"\nauto* ts_instance = &\1;\n",
-        source,
-    )
     text = f'# 1 "mlx_utils.h" 3\n{_mlx_utils()}\n# 1 "generated.metal"\n{source}'
     command = [clang(), *FLAGS, f"-std={standard}", f"-I{HERE}/stub", f"-I{INCLUDE}", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)

@@ -67,6 +67,7 @@ template <class T> uint4 ts_load_u32x4(emu::Ptr<T> p) {
   return emu::load_vector<uint4>(p);
 }
 template <class T> uint4 ts_stream_u32x4(emu::Ptr<T> p) { return ts_load_u32x4(p); }
+template <class T> uint2 ts_stream_u32x2(emu::Ptr<T> p) { return ts_load_u32x2(p); }
 template <class T> float4 ts_load_f32x4(emu::Ptr<T> p) {
   static_assert(std::is_same<typename std::remove_const<T>::type, float>::value, "float wanted");
   return emu::load_vector<float4>(p);
@@ -83,6 +84,26 @@ template <class T> void ts_load8(emu::Ptr<T> p, float* v) {
     for (int i = 0; i < n; i++) v[at + i] = float(pack.v[i]);
   }
 }
+inline void ts_load8(emu::Ptr<const uint8_t> p, float* v) {
+  struct alignas(8) Pack { uint8_t v[8]; };
+  const Pack pack = emu::load_vector<Pack>(p);
+  for (int i = 0; i < 8; i++) v[i] = ts_as_float(pack.v[i] == 0 ? 0x00400000u : pack.v[i] * (1u << 23));
+}
 template <class T> emu::Ptr<typename std::remove_const<T>::type> ts_writable(emu::Ptr<T> p) {
   return emu::Ptr<typename std::remove_const<T>::type>{p.b, p.offset};
+}
+
+template <class T> struct emu_is_bfloat { enum { value = std::is_same<T, emu_bfloat>::value }; };
+#define ts_mma(T, d, a, b) \
+  emu::simd_mma((d), (a), (b), bool(emu_is_bfloat<T>::value), __FILE__, __LINE__)
+template <class T> uint ts_pair(float x, float y) { return T(x).bits | uint(T(y).bits) << 16; }
+template <class T> float emu_from_bits(uint bits) {
+  T v;
+  v.bits = uint16_t(bits & 0xffffu);
+  return float(v);
+}
+template <class T> float ts_low(uint w) { return emu_from_bits<T>(w); }
+template <class T> float ts_high(uint w) { return emu_from_bits<T>(w >> 16); }
+inline void ts_store_u32x4(emu::Ptr<uint> p, uint a, uint b, uint c, uint d) {
+  emu::store_vector(p, uint4{a, b, c, d});
 }

@@ -101,6 +101,11 @@ TS_FN uint4 ts_stream_u32x4(const uint* p) {
       : "l"(p));
   return v;
 }
+TS_FN uint2 ts_stream_u32x2(const uint* p) {
+  uint2 v;
+  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
 // Eight values as float.
 TS_FN void ts_load8(const float* p, float* v) {
   const float4 a = ts_load_f32x4(p), b = ts_load_f32x4(p + 4);
@@ -124,5 +129,59 @@ TS_FN void ts_load8(const __half* p, float* v) {
     v[2 * i + 1] = f.y;
   }
 }
+// Eight stored scales: bytes are powers of two with bias 127.
+TS_FN void ts_load8(const uint8_t* p, float* v) {
+  const uint2 u = *reinterpret_cast<const uint2*>(p);
+  TS_UNROLL for (int i = 0; i < 8; i++) {
+    const uint e = ((i < 4 ? u.x : u.y) >> (8 * (i % 4))) & 255u;
+    v[i] = __uint_as_float(e == 0u ? 0x00400000u : e << 23);
+  }
+}
 // A pointer for writing into an input that the kernel declares as updated in place.
 template <typename T> TS_FN T* ts_writable(const T* p) { return const_cast<T*>(p); }
+
+// D += A B on the matrix unit: A [16, 16] and B [16, 8] of T, D [16, 8] float, all in registers.
+// Lane 4 g + t holds, as pairs of neighbouring k: a = rows g, g + 8 at k 2t, then at k 2t + 8;
+// b = column g at k 2t, then 2t + 8; d = row g at columns 2t, 2t + 1, then row g + 8.
+template <typename T> struct ts_mma_of;
+template <> struct ts_mma_of<__nv_bfloat16> {
+  static TS_FN void run(float* d, const uint* a, const uint* b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+};
+template <> struct ts_mma_of<__half> {
+  static TS_FN void run(float* d, const uint* a, const uint* b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+};
+#define ts_mma(T, d, a, b) ts_mma_of<T>::run(d, a, b)
+
+// Two floats rounded to T, the first in the low half.
+template <typename T> TS_FN uint ts_pair(float x, float y);
+template <> TS_FN uint ts_pair<__nv_bfloat16>(float x, float y) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(x, y);
+  return *reinterpret_cast<const uint*>(&v);
+}
+template <> TS_FN uint ts_pair<__half>(float x, float y) {
+  const __half2 v = __floats2half2_rn(x, y);
+  return *reinterpret_cast<const uint*>(&v);
+}
+template <typename T> TS_FN float ts_low(uint w);
+template <typename T> TS_FN float ts_high(uint w);
+template <> TS_FN float ts_low<__nv_bfloat16>(uint w) { return __uint_as_float(w << 16); }
+template <> TS_FN float ts_high<__nv_bfloat16>(uint w) { return __uint_as_float(w & 0xffff0000u); }
+template <> TS_FN float ts_low<__half>(uint w) {
+  return __low2float(*reinterpret_cast<const __half2*>(&w));
+}
+template <> TS_FN float ts_high<__half>(uint w) {
+  return __high2float(*reinterpret_cast<const __half2*>(&w));
+}
+TS_FN void ts_store_u32x4(uint* p, uint a, uint b, uint c, uint d) {
+  *reinterpret_cast<uint4*>(p) = make_uint4(a, b, c, d);
+}

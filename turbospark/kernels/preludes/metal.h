@@ -52,6 +52,7 @@ TS_FN void ts_store_f32x4(threadgroup float* p, float a, float b, float c, float
   p[0] = a; p[1] = b; p[2] = c; p[3] = d;
 }
 TS_FN uint4 ts_stream_u32x4(const device uint* p) { return *(const device uint4*)p; }
+TS_FN uint2 ts_stream_u32x2(const device uint* p) { return *(const device uint2*)p; }
 // Eight values as float.
 TS_FN void ts_load8(const device float* p, thread float* v) {
   const float4 a = ts_load_f32x4(p), b = ts_load_f32x4(p + 4);
@@ -69,5 +70,49 @@ TS_FN void ts_load8(const device bfloat16_t* p, thread float* v) {
 TS_FN void ts_load8(const device half* p, thread float* v) {
   TS_UNROLL for (int i = 0; i < 8; i++) v[i] = float(p[i]);
 }
+// Eight stored scales: bytes are powers of two with bias 127.
+TS_FN void ts_load8(const device uint8_t* p, thread float* v) {
+  TS_UNROLL for (int i = 0; i < 8; i++)
+    v[i] = as_type<float>(p[i] == 0 ? 0x00400000u : uint(p[i]) << 23);
+}
 // A pointer for writing into an input that the kernel declares as updated in place.
 template <typename T> TS_FN device T* ts_writable(const device T* p) { return (device T*)p; }
+
+// D += A B: A [16, 16] and B [16, 8] of T, D [16, 8] float, all in registers.
+// Lane 4 g + t holds, as pairs of neighbouring k: a = rows g, g + 8 at k 2t, then at k 2t + 8;
+// b = column g at k 2t, then 2t + 8; d = row g at columns 2t, 2t + 1, then row g + 8.
+// Written with shuffles: Apple's matrix unit keeps its tiles in another order, and kernels built on
+// this are meant for CUDA. Slow, and right.
+template <typename T> TS_FN float ts_low(uint w);
+template <typename T> TS_FN float ts_high(uint w);
+template <> TS_FN float ts_low<bfloat16_t>(uint w) { return as_type<float>(w << 16); }
+template <> TS_FN float ts_high<bfloat16_t>(uint w) { return as_type<float>(w & 0xffff0000u); }
+template <> TS_FN float ts_low<half>(uint w) { return float(as_type<half>(ushort(w & 0xffffu))); }
+template <> TS_FN float ts_high<half>(uint w) { return float(as_type<half>(ushort(w >> 16))); }
+template <typename T>
+TS_FN void ts_mma_slowly(thread float* d, thread const uint* a, thread const uint* b, uint lane) {
+  for (uint k = 0; k < 4; k++) {
+    for (uint h = 0; h < 2; h++) {
+      const uint top = metal::simd_shuffle(a[2 * h], ushort(lane / 4 * 4 + k));
+      const uint bottom = metal::simd_shuffle(a[2 * h + 1], ushort(lane / 4 * 4 + k));
+      for (uint n = 0; n < 2; n++) {
+        const uint x = metal::simd_shuffle(b[h], ushort((lane % 4 * 2 + n) * 4 + k));
+        d[n] += ts_low<T>(top) * ts_low<T>(x) + ts_high<T>(top) * ts_high<T>(x);
+        d[2 + n] += ts_low<T>(bottom) * ts_low<T>(x) + ts_high<T>(bottom) * ts_high<T>(x);
+      }
+    }
+  }
+}
+#define ts_mma(T, d, a, b) ts_mma_slowly<T>(d, a, b, lane)
+
+// Two floats rounded to T, the first in the low half.
+template <typename T> TS_FN uint ts_pair(float x, float y);
+template <> TS_FN uint ts_pair<bfloat16_t>(float x, float y) {
+  return uint(as_type<ushort>(bfloat16_t(x))) | uint(as_type<ushort>(bfloat16_t(y))) << 16;
+}
+template <> TS_FN uint ts_pair<half>(float x, float y) {
+  return uint(as_type<ushort>(half(x))) | uint(as_type<ushort>(half(y))) << 16;
+}
+TS_FN void ts_store_u32x4(threadgroup uint* p, uint a, uint b, uint c, uint d) {
+  p[0] = a; p[1] = b; p[2] = c; p[3] = d;
+}
