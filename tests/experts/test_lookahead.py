@@ -173,7 +173,7 @@ def test_wrong_guesses_that_were_not_begun_are_dropped(
     gate = Event()
     monkeypatch.setattr(reader, "cores", lambda: 1)
     with ThreadPoolExecutor(1) as busy:
-        busy.submit(gate.wait)  # the only reading thread
+        busy.submit(gate.wait, 5)  # the only reading thread
         monkeypatch.setattr(reader, "workers", lambda: busy)
         store, guesser = ahead(layout)
         guesser.guess = [9, 10, 11, 12]
