@@ -264,6 +264,13 @@ def _synth(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the weights before quantization")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same weights (default: 0)")
+    parser.add_argument(
+        "--router-skew",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="let some experts be chosen more often; 0.75 is like real models (default: 0, alike)",
+    )
     _quantization(parser)
 
 

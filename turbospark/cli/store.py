@@ -44,6 +44,7 @@ def synthesize(args: Namespace) -> int:
         settings=dict(args.set),
         dtype=args.dtype,
         seed=args.seed,
+        router_skew=args.router_skew,
         **_quantization(args),
     )
     return _wrote(args, path)
