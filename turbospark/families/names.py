@@ -7,7 +7,10 @@ three ways experts are stored. Does not know any family's own tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
 
 from turbospark.families.base import Piece
 from turbospark.install.planes import Planes
@@ -45,21 +48,11 @@ def plain_name(name: str) -> str | None:
     return name
 
 
-def halves(width: int) -> tuple[slice, slice]:
-    """Rows of gate and up in a fused matrix that stores one after the other."""
-    return slice(0, width), slice(width, 2 * width)
-
-
-def expert_pieces(
-    name: str,
-    width: int,
-    fused: tuple[slice, slice] | None = None,
-    transform: Mapping[str, object] | None = None,
-) -> tuple[Piece, ...] | None:
+def expert_pieces(name: str, width: int) -> tuple[Piece, ...] | None:
     """Pieces of a routed-expert tensor (`name` plain); None when it is not one.
 
-    Reads per-expert, stacked and fused gate/up storage. `fused` says which rows of a fused matrix
-    are gate and up (default: first and second half of 2 * width).
+    Reads per-expert, stacked and fused storage; a fused matrix holds `width` rows of gate, then as
+    many of up.
     """
     match = _EXPERTS.match(name)
     if match is None:
@@ -68,7 +61,7 @@ def expert_pieces(
     expert = None if match["expert"] is None else int(match["expert"])
     tail = "_bias" if "bias" in match["suffix"] else ""
     if match["matrix"] == "gate_up_proj":
-        gate, up = fused or halves(width)
+        gate, up = slice(0, width), slice(width, 2 * width)
         return (
             Piece(layer=layer, role="gate" + tail, expert=expert, rows=gate),
             Piece(layer=layer, role="up" + tail, expert=expert, rows=up),
@@ -81,9 +74,6 @@ def unpermute_rows(heads: int) -> Callable[[Planes], Planes]:
     """Undo GGUF's interleaved q/k rows of the llama architecture, head by head."""
 
     def transform(planes: Planes) -> Planes:
-        import mlx.core as mx
-        import numpy as np
-
         rows = planes.shape[0]
         width = rows // heads
         i = np.arange(width)
