@@ -24,7 +24,8 @@ from turbospark.families.gguf import gguf_base_config, gguf_name
 from turbospark.families.names import expert_pieces, plain_name
 from turbospark.families.transforms import join_heads, rows_of_heads, turn_heads
 from turbospark.install.arch import ArchConfig
-from turbospark.layers.moe import keep_groups, swiglu, top_k
+from turbospark.layers.mlp import GatedMLP
+from turbospark.layers.moe import keep_groups, top_k
 from turbospark.layers.rope import Rope, make_rope, mscale
 from turbospark.layers.weights import Weights
 
@@ -241,18 +242,7 @@ class Attention:
         return self.o_proj(out.swapaxes(1, 2).reshape(1, rows, -1))
 
 
-# --- feed-forward ---------------------------------------------------------------------------------
-
-
-class DenseMLP:
-    """down(silu(gate x) * up x)."""
-
-    def __init__(self, w: Weights, name: str) -> None:
-        self.gate_up = w.fused([f"{name}.gate_proj", f"{name}.up_proj"])
-        self.down_proj = w.linear(f"{name}.down_proj")
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(*self.gate_up(x)))
+# --- feed-forward (dense: layers/mlp.py) ----------------------------------------------------------
 
 
 class SparseMLP:
@@ -265,7 +255,7 @@ class SparseMLP:
         self.factor = c.routed_scaling_factor
         self.router = w.linear(f"{name}.gate")
         self.experts = experts
-        self.shared = DenseMLP(w, f"{name}.shared_experts") if c.shared_width else None
+        self.shared = GatedMLP(w, f"{name}.shared_experts") if c.shared_width else None
         experts.watch(layer, lambda x: self.route(x)[0], beside=self.shared is not None)
 
     def route(self, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -298,9 +288,9 @@ class Layer:
             f"{name}.post_attention_layernorm.weight", c.rms_norm_eps
         )
         if experts is not None and c.sparse[layer]:
-            self.mlp: SparseMLP | DenseMLP = SparseMLP(c, w, layer, experts)
+            self.mlp: SparseMLP | GatedMLP = SparseMLP(c, w, layer, experts)
         else:
-            self.mlp = DenseMLP(w, f"{name}.mlp")
+            self.mlp = GatedMLP(w, f"{name}.mlp")
 
     def __call__(self, x: mx.array, states: LayerStates) -> mx.array:
         x = x + self.attention(self.input_layernorm(x), states)

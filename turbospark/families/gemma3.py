@@ -28,6 +28,7 @@ from turbospark.families.kinds import (
 )
 from turbospark.families.names import plain_name
 from turbospark.install.arch import ArchConfig
+from turbospark.layers.mlp import GatedMLP
 from turbospark.layers.moe import geglu_tanh
 from turbospark.layers.norm import RMSNorm
 from turbospark.layers.rope import Rope
@@ -187,21 +188,7 @@ class Attention:
         return self.o_proj(out.swapaxes(1, 2).reshape(1, rows, -1))
 
 
-# --- feed-forward ---------------------------------------------------------------------------------
-
-
-class DenseMLP:
-    """down(gelu(gate x) * up x)."""
-
-    def __init__(self, w: Weights, name: str) -> None:
-        self.gate_up = w.fused([f"{name}.gate_proj", f"{name}.up_proj"])
-        self.down_proj = w.linear(f"{name}.down_proj")
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(geglu_tanh(*self.gate_up(x)))
-
-
-# --- layer and model ------------------------------------------------------------------------------
+# --- layer and model (feed-forward: layers/mlp.py) ------------------------------------------------
 
 
 class Layer:
@@ -210,7 +197,7 @@ class Layer:
     def __init__(self, c: Config, w: Weights, layer: int, rope: Rope) -> None:
         name = f"model.layers.{layer}"
         self.attention = Attention(c, w, layer, rope)
-        self.mlp = DenseMLP(w, f"{name}.mlp")
+        self.mlp = GatedMLP(w, f"{name}.mlp", geglu_tanh)
         self.input_norm, self.post_norm, self.pre_mlp_norm, self.post_mlp_norm = (
             c.norm(w, f"{name}.{norm}") for norm in NORMS
         )

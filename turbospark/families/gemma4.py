@@ -33,6 +33,7 @@ from turbospark.families.kinds import (
 )
 from turbospark.families.names import expert_pieces, plain_name
 from turbospark.install.arch import ArchConfig
+from turbospark.layers.mlp import GatedMLP
 from turbospark.layers.moe import geglu_tanh, softmax_top_k
 from turbospark.layers.norm import RMSNorm
 from turbospark.layers.per_layer import PerLayerGate, PerLayerInputs
@@ -298,8 +299,7 @@ class FeedForward:
         def norm(suffix: str) -> RMSNorm:
             return w.norm(f"{name}.{suffix}.weight", c.rms_norm_eps)
 
-        self.gate_up = w.fused([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"])
-        self.down_proj = w.linear(f"{name}.mlp.down_proj")
+        self.mlp = GatedMLP(w, f"{name}.mlp", geglu_tanh)
         self.pre_norm = norm("pre_feedforward_layernorm")
         self.post_norm = norm("post_feedforward_layernorm")
         self.experts = experts if c.num_experts else None
@@ -311,7 +311,7 @@ class FeedForward:
             self.experts.watch(layer, lambda x: self.router(x)[0], beside=True)
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self.down_proj(geglu_tanh(*self.gate_up(self.pre_norm(x))))
+        y = self.mlp(self.pre_norm(x))
         if self.experts is not None:
             y = self.post_norm_1(y)
             ids, weights = self.router(x)

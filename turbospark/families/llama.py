@@ -23,6 +23,7 @@ from turbospark.families.config import ConfigReader
 from turbospark.families.gguf import gguf_base_config, gguf_name
 from turbospark.families.names import expert_pieces, plain_name, unpermute_rows
 from turbospark.install.arch import ArchConfig
+from turbospark.layers.mlp import GatedMLP
 from turbospark.layers.moe import softmax_top_k, swiglu
 from turbospark.layers.rope import Rope, make_rope, scaling_kind
 from turbospark.layers.weights import Weights
@@ -254,19 +255,7 @@ class Attention:
         return self.o_proj(out.swapaxes(1, 2).reshape(1, rows, -1))
 
 
-# --- feed-forward ---------------------------------------------------------------------------------
-
-
-class DenseMLP:
-    """down(silu(gate x) * up x)."""
-
-    def __init__(self, c: Config, w: Weights, layer: int) -> None:
-        name = f"model.layers.{layer}.mlp"
-        self.gate_up = w.fused([f"{name}.gate_proj", f"{name}.up_proj"], bias=c.mlp_bias)
-        self.down_proj = w.linear(f"{name}.down_proj", bias=c.mlp_bias)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(*self.gate_up(x)))
+# --- feed-forward (dense: layers/mlp.py) ----------------------------------------------------------
 
 
 class SparseMLP:
@@ -303,11 +292,11 @@ class Layer:
         self.post_attention_layernorm = w.norm(
             f"{name}.post_attention_layernorm.weight", c.rms_norm_eps
         )
-        self.mlp: DenseMLP | SparseMLP
+        self.mlp: GatedMLP | SparseMLP
         if experts is not None and c.sparse[layer]:
             self.mlp = SparseMLP(c, w, layer, experts)
         else:
-            self.mlp = DenseMLP(c, w, layer)
+            self.mlp = GatedMLP(w, f"{name}.mlp", bias=c.mlp_bias)
 
     def __call__(self, x: mx.array, states: LayerStates) -> mx.array:
         x = x + self.attention(self.input_layernorm(x), states)

@@ -28,7 +28,7 @@ from turbospark.families.gguf import (
 )
 from turbospark.families.names import plain_name, unpermute_rows
 from turbospark.install.arch import ArchConfig
-from turbospark.layers.moe import swiglu
+from turbospark.layers.mlp import GatedMLP
 from turbospark.layers.norm import RMSNorm
 from turbospark.layers.rope import Rope, make_rope
 from turbospark.layers.weights import Weights
@@ -251,22 +251,7 @@ class Attention:
         return self.o_proj(out * mx.sigmoid(gate))
 
 
-# --- feed-forward ---------------------------------------------------------------------------------
-
-
-class MLP:
-    """down(silu(gate x) * up x)."""
-
-    def __init__(self, w: Weights, layer: int) -> None:
-        name = f"model.layers.{layer}.mlp"
-        self.gate_up = w.fused([f"{name}.gate_proj", f"{name}.up_proj"])
-        self.down_proj = w.linear(f"{name}.down_proj")
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(*self.gate_up(x)))
-
-
-# --- layer and model ------------------------------------------------------------------------------
+# --- layer and model (feed-forward: layers/mlp.py) ------------------------------------------------
 
 
 class Layer:
@@ -280,7 +265,7 @@ class Layer:
         self.attention = Attention(c, w, layer, rope)
         self.post_attention_layernorm = norm("post_attention", c.post_norm_eps)
         self.pre_feedforward_layernorm = norm("pre_feedforward", c.rms_norm_eps)
-        self.mlp = MLP(w, layer)
+        self.mlp = GatedMLP(w, f"model.layers.{layer}.mlp")
         self.post_feedforward_layernorm = norm("post_feedforward", c.post_norm_eps)
 
     def __call__(self, x: mx.array, states: LayerStates) -> mx.array:

@@ -21,6 +21,7 @@ from turbospark.families.config import ConfigReader
 from turbospark.families.gguf import gguf_base_config, gguf_name, gguf_sliding_layers
 from turbospark.families.names import plain_name
 from turbospark.install.arch import ArchConfig
+from turbospark.layers.mlp import GatedMLP
 from turbospark.layers.moe import geglu_erf
 from turbospark.layers.rope import Rope, make_rope
 from turbospark.layers.weights import Weights
@@ -199,22 +200,7 @@ class Attention:
         return self.out_proj((out * gate[..., None]).reshape(1, rows, -1))
 
 
-# --- feed-forward ---------------------------------------------------------------------------------
-
-
-class MLP:
-    """down(gelu(gate x) * up x) with the exact GELU."""
-
-    def __init__(self, c: Config, w: Weights, layer: int) -> None:
-        name = f"model.layers.{layer}.mlp"
-        self.gate_up = w.fused([f"{name}.gate_proj", f"{name}.up_proj"], bias=c.mlp_bias)
-        self.down_proj = w.linear(f"{name}.down_proj", bias=c.mlp_bias)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(geglu_erf(*self.gate_up(x)))
-
-
-# --- layer and model ------------------------------------------------------------------------------
+# --- layer and model (feed-forward: layers/mlp.py) ------------------------------------------------
 
 
 class Layer:
@@ -227,7 +213,7 @@ class Layer:
         self.post_attention_layernorm = w.norm(
             f"{name}.post_attention_layernorm.weight", c.rms_norm_eps
         )
-        self.mlp = MLP(c, w, layer)
+        self.mlp = GatedMLP(w, f"{name}.mlp", geglu_erf, c.mlp_bias)
 
     def __call__(self, x: mx.array, states: LayerStates) -> mx.array:
         x = x + self.attention(self.input_layernorm(x), states)

@@ -5,6 +5,8 @@ Knows matrices and the router's rule. Does not know where routed experts live.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from turbospark.experts.base import ExpertStore
@@ -13,15 +15,22 @@ from turbospark.layers.weights import Weights
 
 
 class GatedMLP:
-    """down(silu(gate x) * up x)."""
+    """down(activation(gate x, up x)); `bias`: all three matrices have one."""
 
-    def __init__(self, w: Weights, name: str) -> None:
-        self.gate_up = w.fused([f"{name}.gate_proj", f"{name}.up_proj"])
-        self.down_proj = w.linear(f"{name}.down_proj")
+    def __init__(
+        self,
+        w: Weights,
+        name: str,
+        activation: Callable[[mx.array, mx.array], mx.array] = swiglu,
+        bias: bool = False,
+    ) -> None:
+        self.activation = activation
+        self.gate_up = w.fused([f"{name}.gate_proj", f"{name}.up_proj"], bias)
+        self.down_proj = w.linear(f"{name}.down_proj", bias)
 
     def __call__(self, x: mx.array) -> mx.array:
         """[1, L, H] -> [1, L, H]."""
-        return self.down_proj(swiglu(*self.gate_up(x)))
+        return self.down_proj(self.activation(*self.gate_up(x)))
 
 
 class SharedExpertMLP:
