@@ -6,27 +6,39 @@ import mlx.core as mx
 from cases import normal, packed
 
 from turbospark.dtypes import MXFP4, Quant, affine
-from turbospark.kernels import decode_attention, expert_mlp, qmv, qmv_matrix, rope_kv, router_topk
+from turbospark.kernels import (
+    decode_attention,
+    expert_matrix,
+    expert_scalar,
+    experts,
+    qmv_matrix,
+    qmv_scalar,
+    rope_kv,
+    router_topk,
+)
+from turbospark.kernels.fused import Around
 from turbospark.kernels.source import Launch
 
 
 def qmv_fused() -> Launch:
     w = packed((64, 2048), affine(4, 64))
-    around = qmv.Around(norm=normal((2048,), mx.bfloat16, 0), eps=1e-5, glu="silu")
+    around = Around(norm=normal((2048,), mx.bfloat16, 0), eps=1e-5, glu="silu")
     x = normal((2, 2048), mx.bfloat16, 1)
-    return qmv.launch(x, w.fmt, w.weight, w.scales, w.biases, around, qmv.Tuning())
+    return qmv_scalar.launch(x, w.fmt, w.weight, w.scales, w.biases, around, qmv_scalar.Tuning())
 
 
 def qmv_plain() -> Launch:
     w = packed((48, 1024), MXFP4)
     x = normal((1, 1024), mx.float16, 1)
-    around = qmv.Around(bias=normal((48,), mx.float16, 2), residual=normal((1, 48), mx.float16, 3))
-    return qmv.launch(x, w.fmt, w.weight, w.scales, w.biases, around, qmv.Tuning(4, 4))
+    around = Around(bias=normal((48,), mx.float16, 2), residual=normal((1, 48), mx.float16, 3))
+    return qmv_scalar.launch(
+        x, w.fmt, w.weight, w.scales, w.biases, around, qmv_scalar.Tuning(4, 4)
+    )
 
 
 def matrix_fused() -> Launch:
     w = packed((64, 1024), affine(4, 64))
-    around = qmv.Around(norm=normal((1024,), mx.bfloat16, 0), eps=1e-5, glu="silu")
+    around = Around(norm=normal((1024,), mx.bfloat16, 0), eps=1e-5, glu="silu")
     x = normal((1, 1024), mx.bfloat16, 1)
     return qmv_matrix.launch(x, w.fmt, w.weight, w.scales, w.biases, around, qmv_matrix.Tuning())
 
@@ -34,36 +46,50 @@ def matrix_fused() -> Launch:
 def matrix_bytes() -> Launch:
     w = packed((48, 512), affine(8, 32, "float16"))
     x = normal((4, 512), mx.float16, 1)
-    around = qmv.Around(bias=normal((48,), mx.float16, 2), residual=normal((4, 48), mx.float16, 3))
+    around = Around(bias=normal((48,), mx.float16, 2), residual=normal((4, 48), mx.float16, 3))
     return qmv_matrix.launch(x, w.fmt, w.weight, w.scales, w.biases, around, qmv_matrix.Tuning(2))
 
 
-def expert_parts(fmt: Quant, bias: bool) -> tuple[mx.array, mx.array, expert_mlp.Experts]:
+def expert_parts(fmt: Quant, bias: bool) -> tuple[mx.array, mx.array, experts.Experts]:
     matrices = []
     for seed, shape in enumerate([(96, 256), (96, 256), (256, 96)]):
         p = packed((4, *shape), fmt, seed)
-        planes = [None if a is None else expert_mlp.stacked(a) for a in (p.scales, p.biases)]
+        planes = [None if a is None else experts.stacked(a) for a in (p.scales, p.biases)]
         own = normal((4, shape[0]), mx.bfloat16, seed) if bias else None
-        vector = None if own is None else expert_mlp.stacked(own)
-        weight = expert_mlp.stacked(p.weight)
-        matrices.append(expert_mlp.Matrix(fmt, *shape, weight, *planes, vector))
+        vector = None if own is None else experts.stacked(own)
+        weight = experts.stacked(p.weight)
+        matrices.append(experts.Matrix(fmt, *shape, weight, *planes, vector))
     x = normal((2, 256), mx.bfloat16, 3)
     slots = mx.array([[0, 2], [1, 3]], dtype=mx.int32)
-    return x, slots, expert_mlp.Experts(*matrices, glu="clamped" if bias else "silu")
+    return x, slots, experts.Experts(*matrices, glu="clamped" if bias else "silu")
 
 
 def expert_gate_up() -> Launch:
-    x, slots, experts = expert_parts(affine(4, 32), bias=False)
-    around = expert_mlp.Around(norm=normal((256,), mx.float32, 4), eps=1e-5)
-    return expert_mlp.launch_gate_up(x, slots, experts, around, expert_mlp.Tuning())
+    x, slots, mlp = expert_parts(affine(4, 32), bias=False)
+    around = experts.Around(norm=normal((256,), mx.float32, 4), eps=1e-5)
+    return expert_scalar.launch_gate_up(x, slots, mlp, around, expert_scalar.Tuning())
 
 
 def expert_down() -> Launch:
-    x, slots, experts = expert_parts(MXFP4, bias=True)
-    around = expert_mlp.Around(residual=x, beside=x)
+    x, slots, mlp = expert_parts(MXFP4, bias=True)
+    around = experts.Around(residual=x, beside=x)
     h, weights = normal((2, 2, 96), mx.float32, 5), normal((2, 2), mx.float32, 6)
-    tuning = expert_mlp.Tuning()
-    return expert_mlp.launch_down(h, slots, weights, experts, around, x.dtype, tuning)
+    tuning = expert_scalar.Tuning()
+    return expert_scalar.launch_down(h, slots, weights, mlp, around, x.dtype, tuning)
+
+
+def expert_gate_up_matrix() -> Launch:
+    x, slots, mlp = expert_parts(affine(4, 32), bias=False)
+    around = experts.Around(norm=normal((256,), mx.float32, 4), eps=1e-5)
+    return expert_matrix.launch_gate_up(x, slots, mlp, around, expert_matrix.Tuning())
+
+
+def expert_down_matrix() -> Launch:
+    x, slots, mlp = expert_parts(MXFP4, bias=True)
+    around = experts.Around(residual=x, beside=x)
+    h, weights = normal((2, 2, 96), mx.float32, 5), normal((2, 2), mx.float32, 6)
+    tuning = expert_matrix.Tuning()
+    return expert_matrix.launch_down(h, slots, weights, mlp, around, x.dtype, tuning)
 
 
 def attention_parts() -> tuple[mx.array, mx.array, mx.array]:
@@ -114,6 +140,8 @@ LAUNCHES = {
         matrix_bytes,
         expert_gate_up,
         expert_down,
+        expert_gate_up_matrix,
+        expert_down_matrix,
         attention_partial,
         attention_combine,
         rope,

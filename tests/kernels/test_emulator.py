@@ -48,6 +48,12 @@ LEGAL = {
         "TS_SHARED(float, s, 64); s[t] = a[t]; ts_simd_barrier(); out[t] = s[t ^ 1];",
         EVEN ^ 1,
     ),
+    "lanes read one word, their simdgroup writes it after a simd barrier": (
+        "TS_SHARED(float, s, 2); const int w = t / 32; float v = 0.0f; if (lane == 0) s[w] = 1.0f;"
+        "ts_simd_barrier(); v = s[w]; ts_simd_barrier(); if (lane == 1) s[w] = 2.0f;"
+        "ts_simd_barrier(); out[t] = v + s[w];",
+        np.full(64, 3.0),
+    ),
     "exchange through an output": (
         "out[t] = a[t]; ts_barrier_device(); const float v = out[63 - t]; ts_barrier_device();"
         "out[t] = v;",
@@ -79,6 +85,16 @@ WRONG = {
     "output exchanged behind a threadgroup barrier": (
         "race",
         "out[t] = a[t]; ts_barrier(); const float v = out[63 - t]; ts_barrier(); out[t] = v;",
+    ),
+    "lanes read one word, their simdgroup writes it without a barrier": (
+        "race",
+        "TS_SHARED(float, s, 2); const int w = t / 32; if (lane == 0) s[w] = 1.0f;"
+        "ts_simd_barrier(); const float v = s[w]; if (lane == 1) s[w] = 2.0f; out[t] = v;",
+    ),
+    "two simdgroups read one word, one writes it after a simd barrier": (
+        "race",
+        "TS_SHARED(float, s, 1); if (t == 0) s[0] = 1.0f; ts_barrier(); const float v = s[0];"
+        "ts_simd_barrier(); if (t == 1) s[0] = 2.0f; out[t] = v;",
     ),
     "two writers": (
         "race",

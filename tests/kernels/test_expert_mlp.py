@@ -11,18 +11,10 @@ from cases import TOLERANCE, Packed, error, floats, normal, packed
 from emulator import emulate
 
 from turbospark.dtypes import MXFP4, Quant, affine
-from turbospark.kernels.expert_mlp import (
-    Around,
-    Experts,
-    Matrix,
-    Tuning,
-    expert_mlp,
-    in_records,
-    launch_down,
-    launch_gate_up,
-    stacked,
-    takes,
-)
+from turbospark.kernels import expert_matrix
+from turbospark.kernels.expert_mlp import expert_mlp, takes
+from turbospark.kernels.expert_scalar import Tuning, launch_down, launch_gate_up
+from turbospark.kernels.experts import Around, Experts, Matrix, in_records, stacked
 
 
 @dataclass(frozen=True)
@@ -163,6 +155,34 @@ def test_the_kernels_equal_a_float64_loop(name: str) -> None:
     want, experts = loop(case), case.experts()
     for seed in (0, 1):
         assert error(emulated(case, experts, seed), want) < TOLERANCE[case.dtype]
+
+
+MATRIX_CASES = {
+    "one token": Case(1, 2, 512, 192, Q4, mx.bfloat16),
+    "tokens with an unused rank": Case(3, 3, 256, 96, MXFP4, mx.bfloat16, parts="unused"),
+    "8 bits and residual": Case(
+        2, 2, 320, 96, affine(8, 32, "float16"), mx.float16, parts="residual"
+    ),
+    "norm, clamped activation and biases": Case(
+        1, 3, 288, 96, affine(4, 32), mx.bfloat16, glu="clamped", parts="bias norm unused"
+    ),
+    "a shared expert beside": Case(2, 2, 512, 512, Q4, mx.bfloat16, glu="gelu", parts="beside"),
+}
+
+
+@pytest.mark.parametrize("name", MATRIX_CASES)
+def test_the_matrix_kernels_equal_a_float64_loop(name: str) -> None:
+    case = MATRIX_CASES[name]
+    want = loop(case)
+    x, slots, weights = case.routed()
+    for experts, tiles in ((case.experts(), 1), (case.records(), 2)):
+        tuning = expert_matrix.Tuning(tiles, 4)
+        first = expert_matrix.launch_gate_up(x, slots, experts, case.around(), tuning)
+        h = mx.array(emulate(first, tiles).outputs[0].astype(np.float32))
+        second = expert_matrix.launch_down(
+            h, slots, weights, experts, case.around(), case.dtype, tuning
+        )
+        assert error(emulate(second, tiles).outputs[0], want) < TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("name", ["one token", "mxfp4 with clamped activation and biases"])

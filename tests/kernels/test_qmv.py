@@ -12,7 +12,10 @@ from cases import TOLERANCE, Packed, error, floats, normal, packed
 from emulator import emulate
 
 from turbospark.dtypes import MXFP4, Quant, affine
-from turbospark.kernels.qmv import TUNED, Around, Tuning, launch, qmv, takes
+from turbospark.kernels import qmv_matrix
+from turbospark.kernels.fused import Around, Parts
+from turbospark.kernels.qmv import SCALAR, plan, qmv
+from turbospark.kernels.qmv_scalar import Tuning, launch, takes
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Case:
     k: int
     fmt: Quant
     dtype: mx.Dtype = mx.float32
-    tuning: Tuning = TUNED["cuda"]
+    tuning: Tuning = SCALAR["cuda"]
     parts: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -93,6 +96,45 @@ def test_the_kernel_equals_a_float64_loop(name: str) -> None:
         assert error(emulate(run, seed).outputs[0], want) < TOLERANCE[case.dtype]
 
 
+MATRIX_CASES = {
+    "one row": Case(1, 70, 2048, Q4, mx.bfloat16),
+    "one row of halves": Case(1, 17, 768, affine(4, 64, "float16"), mx.float16),
+    "five rows": Case(5, 33, 1024, Q4, mx.bfloat16),
+    "eight rows of bytes": Case(8, 33, 768, affine(8, 64), mx.bfloat16),
+    "bytes in halves": Case(2, 33, 96, affine(8, 32, "float16"), mx.float16, parts="bias"),
+    "mxfp4": Case(2, 33, 768, MXFP4, mx.bfloat16),
+    "mxfp4 in halves": Case(1, 33, 256, MXFP4, mx.float16, parts="bias residual"),
+    "groups of 128": Case(3, 20, 1280, affine(4, 128), mx.bfloat16, parts="norm residual"),
+    "norm and swiglu": Case(
+        1, 2 * 37, 512, Q4, mx.bfloat16, parts="norm bias glu", extra={"glu": "silu"}
+    ),
+    "geglu of three rows in two tiles": Case(
+        3, 2 * 20, 320, Q4, mx.bfloat16, parts="glu residual", extra={"glu": "gelu", "tiles": 2}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MATRIX_CASES)
+def test_the_matrix_kernel_equals_a_float64_loop(name: str) -> None:
+    case = MATRIX_CASES[name]
+    x, w, around = case.inputs()
+    want = loop(x, w, around)
+    tuning = qmv_matrix.Tuning(case.extra.get("tiles", 1), 4)
+    run = qmv_matrix.launch(x, w.fmt, w.weight, w.scales, w.biases, around, tuning)
+    for seed in (0, 1):
+        assert error(emulate(run, seed).outputs[0], want) < TOLERANCE[case.dtype]
+
+
+def test_the_matrix_kernel_takes_16_bit_inputs_and_4_or_8_bits() -> None:
+    plain, norm = Around().parts, Parts(True, False, None, False)
+    assert qmv_matrix.takes(Q4, mx.bfloat16, 4096, 8, norm)
+    assert qmv_matrix.takes(MXFP4, mx.float16, 4096, 8, plain)
+    # A half times a norm's weight could overflow before the norm divides it.
+    assert not qmv_matrix.takes(Q4, mx.float16, 4096, 8, norm)
+    assert not qmv_matrix.takes(Q4, mx.float32, 4096, 8, plain)
+    assert not qmv_matrix.takes(affine(6, 64), mx.bfloat16, 4096, 8, plain)
+
+
 @pytest.mark.parametrize("name", ["three rows of fp32", "norm, bias and residual", "mxfp4"])
 def test_without_a_gpu_the_plain_version_runs(name: str) -> None:
     x, w, around = CASES[name].inputs()
@@ -113,3 +155,16 @@ def test_only_what_the_body_reads_is_taken() -> None:
     assert not takes(Q4, 4096, 9)
     assert not takes(affine(1, 64), 4096, 1)
     assert not takes(Quant("nvfp4", 4, 16, "uint8"), 4096, 1)
+
+
+def test_each_kernel_gets_what_it_is_for() -> None:
+    def chosen(where: str, fmt: Quant, dtype: mx.Dtype, rows: int = 1) -> str | None:
+        best = plan(where, fmt, 64, (rows, 256), dtype, Around())
+        return None if best is None else best.kernel.name
+
+    assert chosen("cuda", Q4, mx.bfloat16) == "qmv_matrix"
+    assert chosen("cuda", Q4, mx.float32) == "qmv_scalar"
+    assert chosen("cuda", affine(6, 64), mx.bfloat16) == "qmv_scalar"
+    assert chosen("cuda", Q4, mx.bfloat16, rows=9) is None
+    assert chosen("metal", Q4, mx.bfloat16) is None
+    assert chosen("cpu", Q4, mx.float32) is None

@@ -1,505 +1,69 @@
 """The routed expert MLP of 1 to 8 tokens, straight from slot pools or records as read from disk.
 
-In this order: planes of all slots, the same in plain MLX, the two bodies (gated hidden values, then
-down with the router's weights), the launches, the choice between them. Knows slots; does not know
-which expert is where or how tokens were routed.
+Knows which kernels take what on which back end; they are `expert_matrix` and `expert_scalar`, the
+reference is in `experts`. Metal keeps MLX's own gathered products: unmeasured there.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
-
 import mlx.core as mx
 
-from turbospark.dtypes import Quant
+from turbospark.kernels import expert_matrix, expert_scalar
 from turbospark.kernels.choices import backend
-from turbospark.kernels.source import (
-    SIMD,
-    Kernel,
-    Launch,
-    Plan,
-    Value,
-    ceil_div,
-    constant,
-    constant_ints,
+from turbospark.kernels.experts import (
+    PLAIN,
+    Around,
+    Experts,
+    Matrix,
+    Plane,
+    expert_mlp_reference,
+    in_records,
+    stacked,
 )
-from turbospark.kernels.unpack import CODES, GLU, HEADER, is_unpackable, tile_turns
+
+__all__ = [
+    "PLAIN",
+    "Around",
+    "Experts",
+    "Matrix",
+    "Plane",
+    "expert_mlp",
+    "expert_mlp_reference",
+    "in_records",
+    "stacked",
+]
 
 MAX_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Plane:
-    """One plane of all slots: slot e begins at element e * stride + offset of the flat `array`."""
-
-    array: mx.array
-    offset: int
-    stride: int
-
-    def at(self, slots: mx.array, shape: tuple[int, ...]) -> mx.array:
-        """The planes of `slots` [...] -> [..., *shape]."""
-        rows = self.array.reshape(-1, self.stride)[slots]
-        part = rows[..., self.offset : self.offset + math.prod(shape)]
-        return part.reshape(*slots.shape, *shape)
-
-
-def stacked(array: mx.array) -> Plane:
-    """A plane with an array of its own, [slots, ...]."""
-    return Plane(array, 0, array.size // array.shape[0])
-
-
-def in_records(pool: mx.array, byte_offset: int, dtype: mx.Dtype) -> Plane:
-    """A plane inside records: `pool` uint32 [slots, stride / 4]."""
-    array = pool.view(dtype)
-    return Plane(array, byte_offset // dtype.size, array.shape[1])
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One projection [rows, columns] of all slots; `bias` is the experts' own bias vector."""
-
-    fmt: Quant
-    rows: int
-    columns: int
-    weight: Plane
-    scales: Plane
-    biases: Plane | None = None
-    bias: Plane | None = None
-
-    @property
-    def kind(self) -> Kind:
-        """What a kernel is compiled for."""
-        return Kind(self.fmt, self.rows, self.columns, self.bias is not None)
-
-
-class Kind(NamedTuple):
-    """A matrix without its planes."""
-
-    fmt: Quant
-    rows: int
-    columns: int
-    bias: bool
-
-    @property
-    def template(self) -> dict[str, Value]:
-        """Template values of the packed format."""
-        return {
-            "BITS": self.fmt.bits,
-            "GROUP": self.fmt.group_size,
-            "FP4": self.fmt.mode == "mxfp4",
-            "BIAS": self.bias,
-        }
-
-
-@dataclass(frozen=True)
-class Experts:
-    """gate and up [F, H] of one format, down [H, F].
-
-    glu "silu", "gelu" (tanh), or "clamped" with `alpha` and `limit` as ts_glu says.
-    """
-
-    gate: Matrix
-    up: Matrix
-    down: Matrix
-    glu: str = "silu"
-    alpha: float = 1.0
-    limit: float = 0.0
-
-
-@dataclass(frozen=True)
-class Around:
-    """An RMS norm of x in front (weight [H] and eps); arrays [T, H] added behind."""
-
-    norm: mx.array | None = None
-    eps: float = 0.0
-    residual: mx.array | None = None
-    beside: mx.array | None = None
-
-
-PLAIN = Around()
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Rows per simdgroup (of gate and up together) and simdgroups per threadgroup."""
-
-    rows: int = 2
-    simdgroups: int = 4
-
-
-TUNED = {"cuda": Tuning()}
-
-
-# --- reference ------------------------------------------------------------------------------------
-
-
-def expert_mlp_reference(
-    x: mx.array, slots: mx.array, weights: mx.array, experts: Experts, around: Around = PLAIN
-) -> mx.array:
-    """sum over ranks of weight * down(glu(gate x, up x)), in rank order, in float32.
-
-    Shapes: x [T, H]; slots int32 [T, k], negative for unused; weights [T, k] -> [T, H].
-    """
-    dtype = x.dtype
-    if around.norm is not None:
-        x = mx.fast.rms_norm(x.astype(mx.float32), around.norm.astype(mx.float32), around.eps)
-    used = slots >= 0
-    which = mx.where(used, slots, 0)
-    row = x.astype(mx.float32)[:, None]
-    hidden = gated(_product(row, experts.gate, which), _product(row, experts.up, which), experts)
-    outputs = _product(hidden, experts.down, which)
-    share = mx.where(used, weights.astype(mx.float32), 0.0)
-    total = outputs[:, 0] * share[:, :1]
-    for rank in range(1, slots.shape[1]):
-        total = total + outputs[:, rank] * share[:, rank : rank + 1]
-    for more in (around.residual, around.beside):
-        total = total if more is None else total + more
-    return total.astype(dtype)
-
-
-def gated(gate: mx.array, up: mx.array, experts: Experts) -> mx.array:
-    """The gated activation of `experts`."""
-    if experts.glu == "gelu":
-        cubic = gate + 0.044715 * gate * gate * gate
-        return 0.5 * gate * (1.0 + mx.tanh(0.7978845608028654 * cubic)) * up
-    if experts.glu == "clamped":
-        gate = mx.minimum(gate, experts.limit)
-        up = mx.clip(up, -experts.limit, experts.limit) + 1.0
-        return up * gate * mx.sigmoid(experts.alpha * gate)
-    return gate * mx.sigmoid(gate) * up
-
-
-def _product(x: mx.array, m: Matrix, which: mx.array) -> mx.array:
-    """x [T, k or 1, columns] times the matrices of slots which [T, k] -> float32 [T, k, rows]."""
-    fmt, groups = m.fmt, m.columns // m.fmt.group_size
-    scales = m.scales.at(which, (m.rows, groups))
-    biases = None
-    if m.biases is not None:
-        scales = scales.astype(mx.float32)
-        biases = m.biases.at(which, (m.rows, groups)).astype(mx.float32)
-    dense = mx.dequantize(
-        m.weight.at(which, (m.rows, fmt.words(m.columns))),
-        scales,
-        biases,
-        group_size=fmt.group_size,
-        bits=fmt.bits,
-        mode=fmt.mode,
-    ).astype(mx.float32)
-    y = (dense @ x[..., None]).squeeze(-1)
-    return y if m.bias is None else y + m.bias.at(which, (m.rows,)).astype(mx.float32)
-
-
-# --- kernel ---------------------------------------------------------------------------------------
-
-# One simdgroup computes R / 2 hidden values of one (token, rank): rows of gate, then of up.
-GATE_UP = r"""
-  constexpr int CHUNKS = K / 32;
-  constexpr int TILE = 32 * U;
-  constexpr int GROUPS = K / GROUP;
-  constexpr int PAIR = R / 2;
-  const int tid = int(thread_index_in_threadgroup);
-  const int lane = int(thread_index_in_simdgroup);
-  const int sg = int(simdgroup_index_in_threadgroup);
-  const int unit0 = (int(threadgroup_position_in_grid.x) * SG + sg) * PAIR;
-  const int rank = int(threadgroup_position_in_grid.y);
-  const int token = int(threadgroup_position_in_grid.z);
-  const int slot = int(slots[token * RANKS + rank]);
-  const int64_t e = ts_max(slot, 0);
-
-  TS_SHARED(float, x_s, TILE * 36);
-  TS_SHARED(float, sum_s, TILE);
-  TS_SHARED(float, square_s, SG);
-
-  auto gate_w = gw + e * sizes[1] + sizes[0];
-  auto gate_s = gs + e * sizes[3] + sizes[2];
-  auto gate_b = gb + e * sizes[5] + sizes[4];
-  auto up_w = uw + e * sizes[9] + sizes[8];
-  auto up_s = us + e * sizes[11] + sizes[10];
-  auto up_b = ub + e * sizes[13] + sizes[12];
-  float acc[R];
-  for (int r = 0; r < R; r++) acc[r] = 0.0f;
-  float square = 0.0f;
-
-  for (int chunk0 = 0; chunk0 < CHUNKS; chunk0 += TILE) {
-    uint w[U * R * BITS];
-    float s[U * R], b[U * R];
-    TS_UNROLL
-    for (int u = 0; u < U; u++) {
-      const int chunk = ts_min(chunk0 + u * 32 + lane, CHUNKS - 1);
-      TS_UNROLL
-      for (int r = 0; r < R; r++) {
-        const int row = ts_min(unit0 + r % PAIR, F - 1);
-        const int word = (row * CHUNKS + chunk) * BITS;
-        ts_chunk<BITS>(r < PAIR ? gate_w + word : up_w + word, w + (u * R + r) * BITS);
-        const int at = row * GROUPS + chunk * 32 / GROUP;
-        s[u * R + r] = ts_scale(r < PAIR ? gate_s[at] : up_s[at]);
-        b[u * R + r] = FP4 ? 0.0f : ts_scale(r < PAIR ? gate_b[at] : up_b[at]);
-      }
-    }
-
-    if (chunk0 > 0) ts_barrier();
-    for (int i = tid; i < TILE * 4; i += 32 * SG) {
-      const int column = chunk0 * 32 + i * 8;
-      float v[8];
-      for (int j = 0; j < 8; j++) v[j] = 0.0f;
-      if (column < K) {
-        ts_load8(x + token * K + column, v);
-        if (NORM) {
-          float g[8];
-          ts_load8(norm + column, g);
-          TS_UNROLL
-          for (int j = 0; j < 8; j++) {
-            square = ts_fma(v[j], v[j], square);
-            v[j] *= g[j];
-          }
-        }
-      }
-      ts_put_octet<BITS, FP4>(v, i, x_s, sum_s);
-    }
-    ts_barrier();
-
-    TS_UNROLL
-    for (int u = 0; u < U; u++) {
-      const int at = u * 32 + lane;
-      if (chunk0 + at < CHUNKS)
-        ts_multiply<BITS, FP4, R, 1, TILE>(w + u * R * BITS, s + u * R, b + u * R, x_s, sum_s, at,
-                                           acc);
-    }
-  }
-
-  float scale = 1.0f;
-  if (NORM) {
-    const float part = ts_simd_sum(square);
-    if (lane == 0) square_s[sg] = part;
-    ts_barrier();
-    float all = 0.0f;
-    for (int i = 0; i < SG; i++) all += square_s[i];
-    scale = ts_rsqrt(all / float(K) + numbers[0]);
-  }
-  TS_UNROLL
-  for (int r = 0; r < PAIR; r++) {
-    float gate = ts_simd_sum(acc[r]) * scale;
-    float up = ts_simd_sum(acc[PAIR + r]) * scale;
-    const int row = unit0 + r;
-    if (lane == r && row < F) {
-      if (BIAS) {
-        gate += float(gate_bias[e * sizes[7] + sizes[6] + row]);
-        up += float(up_bias[e * sizes[15] + sizes[14] + row]);
-      }
-      const float value = ts_glu<GLU>(gate, up, numbers[1], numbers[2]);
-      h[(token * RANKS + rank) * F + row] = slot < 0 ? 0.0f : value;
-    }
-  }
-"""
-
-# One simdgroup computes R outputs of one token: the hidden values of all ranks, times their
-# weights, are one long row.
-DOWN = r"""
-  constexpr int EACH = F / 32;  // chunks of one rank
-  constexpr int CHUNKS = EACH * RANKS;
-  constexpr int TILE = 32 * U;
-  constexpr int GROUPS = F / GROUP;
-  const int tid = int(thread_index_in_threadgroup);
-  const int lane = int(thread_index_in_simdgroup);
-  const int sg = int(simdgroup_index_in_threadgroup);
-  const int row0 = (int(threadgroup_position_in_grid.x) * SG + sg) * R;
-  const int token = int(threadgroup_position_in_grid.y);
-
-  TS_SHARED(float, x_s, TILE * 36);
-  TS_SHARED(float, sum_s, TILE);
-
-  float acc[R];
-  for (int r = 0; r < R; r++) acc[r] = 0.0f;
-  for (int chunk0 = 0; chunk0 < CHUNKS; chunk0 += TILE) {
-    uint w[U * R * BITS];
-    float s[U * R], b[U * R];
-    TS_UNROLL
-    for (int u = 0; u < U; u++) {
-      const int chunk = ts_min(chunk0 + u * 32 + lane, CHUNKS - 1);
-      // Unused ranks have hidden values of zero: any slot's weights will do.
-      const int64_t e = ts_max(int(slots[token * RANKS + chunk / EACH]), 0);
-      TS_UNROLL
-      for (int r = 0; r < R; r++) {
-        const int row = ts_min(row0 + r, H - 1);
-        const int word = (row * EACH + chunk % EACH) * BITS;
-        ts_chunk<BITS>(dw + e * sizes[1] + sizes[0] + word, w + (u * R + r) * BITS);
-        const int at = row * GROUPS + chunk % EACH * 32 / GROUP;
-        s[u * R + r] = ts_scale(ds[e * sizes[3] + sizes[2] + at]);
-        b[u * R + r] = FP4 ? 0.0f : ts_scale(db[e * sizes[5] + sizes[4] + at]);
-      }
-    }
-
-    if (chunk0 > 0) ts_barrier();
-    for (int i = tid; i < TILE * 4; i += 32 * SG) {
-      const int chunk = chunk0 + i / 4;
-      float v[8];
-      for (int j = 0; j < 8; j++) v[j] = 0.0f;
-      if (chunk < CHUNKS) {
-        ts_load8(h + token * RANKS * F + chunk0 * 32 + i * 8, v);
-        const float share = float(weights[token * RANKS + chunk / EACH]);
-        TS_UNROLL
-        for (int j = 0; j < 8; j++) v[j] *= share;
-      }
-      ts_put_octet<BITS, FP4>(v, i, x_s, sum_s);
-    }
-    ts_barrier();
-
-    TS_UNROLL
-    for (int u = 0; u < U; u++) {
-      const int at = u * 32 + lane;
-      if (chunk0 + at < CHUNKS)
-        ts_multiply<BITS, FP4, R, 1, TILE>(w + u * R * BITS, s + u * R, b + u * R, x_s, sum_s, at,
-                                           acc);
-    }
-  }
-
-  TS_UNROLL
-  for (int r = 0; r < R; r++) {
-    float value = ts_simd_sum(acc[r]);
-    const int row = row0 + r;
-    if (lane == r && row < H) {
-      if (BIAS) {
-        for (int rank = 0; rank < RANKS; rank++) {
-          const int slot = int(slots[token * RANKS + rank]);
-          const float share = slot < 0 ? 0.0f : float(weights[token * RANKS + rank]);
-          const int64_t e = ts_max(slot, 0);
-          value = ts_fma(share, float(down_bias[e * sizes[7] + sizes[6] + row]), value);
-        }
-      }
-      if (RESIDUAL) value += float(residual[token * H + row]);
-      if (BESIDE) value += float(beside[token * H + row]);
-      y[token * H + row] = T(value);
-    }
-  }
-"""
-
-GATE_UP_KERNEL = Kernel(
-    "expert_gate_up",
-    (
-        *("x", "slots", "gw", "gs", "gb", "gate_bias", "uw", "us", "ub", "up_bias"),
-        *("norm", "numbers", "sizes"),
-    ),
-    ("h",),
-    GATE_UP,
-    HEADER,
-)
-DOWN_KERNEL = Kernel(
-    "expert_down",
-    ("h", "slots", "weights", "dw", "ds", "db", "down_bias", "residual", "beside", "sizes"),
-    ("y",),
-    DOWN,
-    HEADER,
-)
-
-
-def launch_gate_up(
-    x: mx.array, slots: mx.array, experts: Experts, around: Around, tuning: Tuning
-) -> Launch:
-    """The first launch for the arguments of the reference."""
-    gate, up = experts.gate, experts.up
-    p = plan_gate_up(tuple(slots.shape), gate.kind, experts.glu, around.norm is not None, tuning)
-    numbers = constant(around.eps, experts.alpha, experts.limit)
-    sizes = constant_ints(*_sizes(gate), *_sizes(up))
-    norm = x if around.norm is None else around.norm
-    return Launch(p, [x, slots, *_arrays(gate), *_arrays(up), norm, numbers, sizes])
-
-
-@lru_cache(maxsize=1024)
-def plan_gate_up(slots: tuple[int, ...], gate: Kind, glu: str, norm: bool, tuning: Tuning) -> Plan:
-    """What the first launch fixes for slots of that shape."""
-    tokens, ranks = slots
-    rows = max(2, tuning.rows)
-    template: dict[str, Value] = {
-        "K": gate.columns,
-        "F": gate.rows,
-        "RANKS": ranks,
-        "U": tile_turns(gate.columns // CODES, 4),
-        "R": rows,
-        "SG": tuning.simdgroups,
-        **gate.template,
-        "GLU": GLU[glu],
-        "NORM": norm,
-    }
-    groups = (ceil_div(gate.rows, rows // 2 * tuning.simdgroups), ranks, tokens)
-    outputs = (((tokens, ranks, gate.rows), mx.float32),)
-    return Plan(GATE_UP_KERNEL, template, groups, SIMD * tuning.simdgroups, outputs)
-
-
-def launch_down(
-    h: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    experts: Experts,
-    around: Around,
-    dtype: mx.Dtype,
-    tuning: Tuning,
-) -> Launch:
-    """The second launch: h float32 [T, k, F] -> `dtype` [T, H]."""
-    down = experts.down
-    added = (around.residual is not None, around.beside is not None)
-    p = plan_down(tuple(slots.shape), down.kind, added, dtype, tuning)
-    extra = [h if a is None else a for a in (around.residual, around.beside)]
-    return Launch(p, [h, slots, weights, *_arrays(down), *extra, constant_ints(*_sizes(down))])
-
-
-@lru_cache(maxsize=1024)
-def plan_down(
-    slots: tuple[int, ...], down: Kind, added: tuple[bool, bool], dtype: mx.Dtype, tuning: Tuning
-) -> Plan:
-    """What the second launch fixes for slots of that shape."""
-    tokens, ranks = slots
-    template: dict[str, Value] = {
-        "T": dtype,
-        "H": down.rows,
-        "F": down.columns,
-        "RANKS": ranks,
-        "U": tile_turns(down.columns // CODES * ranks, 4),
-        "R": tuning.rows,
-        "SG": tuning.simdgroups,
-        **down.template,
-        "RESIDUAL": added[0],
-        "BESIDE": added[1],
-    }
-    groups = (ceil_div(down.rows, tuning.rows * tuning.simdgroups), tokens, 1)
-    outputs = (((tokens, down.rows), dtype),)
-    return Plan(DOWN_KERNEL, template, groups, SIMD * tuning.simdgroups, outputs)
-
-
-def _planes(m: Matrix) -> list[Plane]:
-    """Weight, scales, biases, linear bias; an absent one is stood in for by the scales."""
-    return [m.weight, m.scales, m.biases or m.scales, m.bias or m.scales]
-
-
-def _arrays(m: Matrix) -> list[mx.array]:
-    return [p.array for p in _planes(m)]
-
-
-def _sizes(m: Matrix) -> list[int]:
-    return [n for p in _planes(m) for n in (p.offset, p.stride)]
-
-
-# --- choice ---------------------------------------------------------------------------------------
+MATRIX = {"cuda": expert_matrix.Tuning()}
+SCALAR = {"cuda": expert_scalar.Tuning()}
 
 
 def takes(experts: Experts, tokens: int) -> bool:
-    """Whether the kernels compute these experts: formats read, planes aligned to 16 bytes."""
+    """Whether kernels may be asked: formats alike, planes aligned to 16 bytes, few tokens."""
     gate, up, down = experts.gate, experts.up, experts.down
     alike = gate.fmt == up.fmt and (gate.bias is None) == (up.bias is None)
     aligned = all(m.weight.offset % 4 == m.weight.stride % 4 == 0 for m in (gate, up, down))
-    readable = all(is_unpackable(m.fmt) and m.columns % CODES == 0 for m in (gate, up, down))
-    return 1 <= tokens <= MAX_TOKENS and alike and aligned and readable
+    return 1 <= tokens <= MAX_TOKENS and alike and aligned and expert_scalar.takes(experts)
 
 
 def expert_mlp(
     x: mx.array, slots: mx.array, weights: mx.array, experts: Experts, around: Around = PLAIN
 ) -> mx.array:
-    """`expert_mlp_reference`, by the kernels where they are tuned and take the experts."""
+    """`expert_mlp_reference`, by kernels where they take the experts.
+
+    x must begin at a multiple of 16 bytes.
+    """
     where = backend(mx.default_device())
-    if where not in TUNED or not takes(experts, x.shape[0]):
+    if not takes(experts, x.shape[0]):
         return expert_mlp_reference(x, slots, weights, experts, around)
-    tuning = TUNED[where]
-    h = launch_gate_up(x, slots, experts, around, tuning).run(where)[0]
-    return launch_down(h, slots, weights, experts, around, x.dtype, tuning).run(where)[0]
+    if where in MATRIX and expert_matrix.takes(experts, x.dtype, around.norm is not None):
+        matrix = MATRIX[where]
+        h = expert_matrix.launch_gate_up(x, slots, experts, around, matrix).run(where)[0]
+        down = expert_matrix.launch_down(h, slots, weights, experts, around, x.dtype, matrix)
+    elif where in SCALAR:
+        scalar = SCALAR[where]
+        h = expert_scalar.launch_gate_up(x, slots, experts, around, scalar).run(where)[0]
+        down = expert_scalar.launch_down(h, slots, weights, experts, around, x.dtype, scalar)
+    else:
+        return expert_mlp_reference(x, slots, weights, experts, around)
+    return down.run(where)[0]

@@ -1,6 +1,6 @@
 """`qmv` on the matrix unit: the body and launch for 16-bit inputs and codes of 4 or 8 bits.
 
-Knows what `qmv` knows; that file has the reference and the choice.
+Knows what `fused` describes; `qmv` chooses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from turbospark.dtypes import Quant
 from turbospark.kernels import tiles
-from turbospark.kernels.qmv import MAX_ROWS, Around, Parts, inputs
+from turbospark.kernels.fused import MAX_ROWS, Around, Parts, inputs
 from turbospark.kernels.source import SIMD, Kernel, Launch, Plan, Value, ceil_div
 from turbospark.kernels.unpack import HEADER
 
@@ -61,8 +61,8 @@ BODY = r"""
       TS_UNROLL
       for (int u = 0; u < U; u++)
         ts_words<WORDS>(weight + (at + u) * (WORDS * 4) + t * WORDS, w + (i * U + u) * WORDS);
-      ts_scales<U>(scales + at, s + i * U);
-      if (!FP4) ts_scales<U>(biases + at, b + i * U);
+      ts_scales<U, true>(scales + at, s + i * U);
+      ts_scales<U, !FP4>(biases + at, b + i * U);
     }
 
     ts_simd_barrier();
@@ -86,55 +86,14 @@ BODY = r"""
             }
           }
         }
-        float sum = 0.0f;
-        uint p[4];
-        TS_UNROLL
-        for (int j = 0; j < 8; j++) v[j] *= ts_input_factor<FP4, HALF>();
-        TS_UNROLL
-        for (int j = 0; j < 4; j++) {
-          p[j] = ts_pair<T>(v[ts_first_of_pair<BITS>(j)], v[ts_second_of_pair<BITS>(j)]);
-          // The offset meets rounded values: so must the sum that takes it off.
-          sum += ts_low<T>(p[j]) + ts_high<T>(p[j]);
-        }
-        if (live) ts_store_u32x4(my_x + (m * ROW + i * 4), p[0], p[1], p[2], p[3]);
-        if (!FP4) {
-          TS_UNROLL
-          for (int mask = 1; mask < OCTETS; mask <<= 1) sum += ts_shuffle_xor(sum, mask);
-          if (live && i % OCTETS == 0) my_sum[m * U + i / OCTETS] = sum;
-        }
+        ts_put_pairs<T, BITS, FP4, HALF, OCTETS>(v, i, live, my_x + m * ROW, my_sum + m * U);
       }
     }
     ts_simd_barrier();
 
     // Rows of x that are not there repeat the last one.
     auto lane_x = my_x + (ts_min(g, M - 1) * ROW + t * MINE * 4);
-    TS_UNROLL
-    for (int u = 0; u < U; u++) {
-      float d[RT * 4];
-      for (int i = 0; i < RT * 4; i++) d[i] = 0.0f;
-      TS_UNROLL
-      for (int o = 0; o < MINE; o++) {
-        const uint4 xo = ts_load_u32x4(lane_x + (u * OCTETS + o) * 4);
-        TS_UNROLL
-        for (int i = 0; i < RT; i++)
-          ts_octet<T, BITS, FP4, HALF>(w + (2 * i * U + u) * WORDS,
-                                       w + ((2 * i + 1) * U + u) * WORDS, o, xo, lane, d + i * 4);
-      }
-      float sum[2];
-      for (int c = 0; c < 2; c++) sum[c] = FP4 ? 0.0f : my_sum[ts_min(2 * t + c, M - 1) * U + u];
-      TS_UNROLL
-      for (int i = 0; i < RT * 4; i++) {
-        if (M > 1 || i % 2 == 0) {
-          const float scale = s[i / 2 * U + u] * ts_scale_factor<FP4, HALF>();
-          float all = acc[i];
-          if (!FP4) {
-            const float bias = ts_fma(-ts_offset<BITS, FP4, HALF>(), scale, b[i / 2 * U + u]);
-            all = ts_fma(bias, sum[i % 2], all);
-          }
-          acc[i] = ts_fma(scale, d[i], all);
-        }
-      }
-    }
+    ts_tiles<T, BITS, FP4, HALF, GROUP, RT, U, M>(w, s, b, lane_x, my_sum, lane, acc);
   }
 
   // acc[i]: row i / 2 of row[], column 2 t + i % 2.
@@ -190,6 +149,7 @@ KERNEL = Kernel(
     HEADER + tiles.HEADER,
 )
 SHARED_BYTES = 24 << 10
+CODE_WORDS = 64
 
 
 @dataclass(frozen=True)
@@ -234,7 +194,7 @@ def plan(
     k = x[-1]
     m = math.prod(x[:-1])
     outs = n // 2 if parts.glu else n
-    turn = most_groups(k // fmt.group_size, fmt, m, tuning.simdgroups)
+    turn = most_groups(k // fmt.group_size, fmt, m, tuning)
     shared = simdgroups_for(k // fmt.group_size // turn, tuning.simdgroups)
     template: dict[str, Value] = {
         "T": dtype,
@@ -251,10 +211,14 @@ def plan(
     return Plan(KERNEL, template, groups, SIMD * shared, (((*x[:-1], outs), dtype),))
 
 
-def most_groups(groups: int, fmt: Quant, m: int, simdgroups: int) -> int:
-    """Groups a simdgroup takes per turn: a divisor of `groups` whose inputs fit shared memory."""
+def most_groups(groups: int, fmt: Quant, m: int, tuning: Tuning) -> int:
+    """Groups a simdgroup takes per turn: a divisor of `groups` that shared memory (for x) and
+    registers (for codes) can hold.
+    """
     for turn in (8, 4, 2):
-        if groups % turn == 0 and simdgroups * m * turn * fmt.group_size * 2 <= SHARED_BYTES:
+        shared = tuning.simdgroups * m * turn * fmt.group_size * 2
+        words = tuning.tiles * 2 * turn * fmt.group_size * fmt.bits // 128
+        if groups % turn == 0 and shared <= SHARED_BYTES and words <= CODE_WORDS:
             return turn
     return 1
 

@@ -99,14 +99,76 @@ TS_FN void ts_words(P p, TS_THREAD uint* w) {
   }
 }
 
-// U scales, as many at once as alignment allows.
-template <int U, typename P>
+// U scales or biases; zeros where the format has none.
+template <int U, bool PRESENT, typename P>
 TS_FN void ts_scales(P p, TS_THREAD float* s) {
-  if (U == 8) {
+  if (!PRESENT) {
+    TS_UNROLL
+    for (int i = 0; i < U; i++) s[i] = 0.0f;
+  } else if (U == 8) {
     ts_load8(p, s);
   } else {
     TS_UNROLL
     for (int i = 0; i < U; i++) s[i] = ts_scale(p[i]);
+  }
+}
+
+// Octet i of a simdgroup's slice of x, paired as codes are; the lanes of a group sum it. The offset
+// meets rounded values: so does the sum that takes it off. All 32 lanes.
+template <typename T, int BITS, bool FP4, bool HALF, int OCTETS, typename PX, typename PS>
+TS_FN void ts_put_pairs(TS_THREAD float* v, int i, bool live, PX x_s, PS sum_s) {
+  float sum = 0.0f;
+  uint p[4];
+  TS_UNROLL
+  for (int j = 0; j < 8; j++) v[j] *= ts_input_factor<FP4, HALF>();
+  TS_UNROLL
+  for (int j = 0; j < 4; j++) {
+    p[j] = ts_pair<T>(v[ts_first_of_pair<BITS>(j)], v[ts_second_of_pair<BITS>(j)]);
+    sum += ts_low<T>(p[j]) + ts_high<T>(p[j]);
+  }
+  if (live) ts_store_u32x4(x_s + i * 4, p[0], p[1], p[2], p[3]);
+  if (!FP4) {
+    TS_UNROLL
+    for (int mask = 1; mask < OCTETS; mask <<= 1) sum += ts_shuffle_xor(sum, mask);
+    if (live && i % OCTETS == 0) sum_s[i / OCTETS] = sum;
+  }
+}
+
+// acc += RT tiles times U groups of M rows of x. w [2 RT, U, WORDS], s and b [2 RT, U]: rows g and
+// g + 8 of each tile; x: the lane's first octet of its column; acc [2 RT, 2]: columns 2 t, 2 t + 1.
+template <typename T, int BITS, bool FP4, bool HALF, int GROUP, int RT, int U, int M, typename PX,
+          typename PS>
+TS_FN void ts_tiles(TS_THREAD const uint* w, TS_THREAD const float* s, TS_THREAD const float* b,
+                    PX x, PS sums, int lane, TS_THREAD float* acc) {
+  constexpr int WORDS = GROUP * BITS / 128;
+  const int t = lane % 4;
+  TS_UNROLL
+  for (int u = 0; u < U; u++) {
+    float d[RT * 4];
+    TS_UNROLL
+    for (int i = 0; i < RT * 4; i++) d[i] = 0.0f;
+    TS_UNROLL
+    for (int o = 0; o < GROUP / 32; o++) {
+      const uint4 xo = ts_load_u32x4(x + (u * (GROUP / 8) + o) * 4);
+      TS_UNROLL
+      for (int i = 0; i < RT; i++)
+        ts_octet<T, BITS, FP4, HALF>(w + (2 * i * U + u) * WORDS, w + ((2 * i + 1) * U + u) * WORDS,
+                                     o, xo, lane, d + i * 4);
+    }
+    float sum[2];
+    TS_UNROLL
+    for (int c = 0; c < 2; c++) sum[c] = FP4 ? 0.0f : sums[ts_min(2 * t + c, M - 1) * U + u];
+    TS_UNROLL
+    for (int i = 0; i < RT * 4; i++) {
+      if (M > 1 || i % 2 == 0) {
+        const float scale = s[i / 2 * U + u] * ts_scale_factor<FP4, HALF>();
+        if (!FP4) {
+          const float bias = ts_fma(-ts_offset<BITS, FP4, HALF>(), scale, b[i / 2 * U + u]);
+          acc[i] = ts_fma(bias, sum[i % 2], acc[i]);
+        }
+        acc[i] = ts_fma(scale, d[i], acc[i]);
+      }
+    }
   }
 }
 """

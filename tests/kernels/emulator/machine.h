@@ -23,7 +23,8 @@ namespace emu {
 enum { SIMD = 32, SHARED_LIMIT = 32768, MAX_THREADS = 1024 };
 enum Kind { INPUT = 0, OUTPUT = 1, SHARED = 2 };
 enum Scope { SCOPE_SHARED = 1, SCOPE_DEVICE = 2 };
-static const uint32_t NOBODY = 0, SEVERAL = 0xffffffffu;
+// Instead of a thread: nobody, several simdgroups, or (with the simdgroup added) several lanes.
+static const uint32_t NOBODY = 0, SEVERAL = 0xffffffffu, LANES = 0x80000000u;
 
 // Who last touched an element: thread + 1, threadgroup, barrier epoch, simdgroup epoch.
 struct Access { uint32_t thread, group, epoch, simd_epoch; };
@@ -70,12 +71,17 @@ static inline uint32_t epoch_of(Kind kind) {
   return kind == SHARED ? group.shared_epoch : group.device_epoch;
 }
 
+// The simdgroup of the accesses recorded in `a`.
+static inline uint32_t simdgroup_of(const Access& a) {
+  return a.thread & LANES ? a.thread & ~LANES : (a.thread - 1) / SIMD;
+}
+
 // Whether access `a` happened before anything this thread does now.
 static inline bool ordered(const Access& a, Kind kind) {
   if (a.thread == self->id + 1 && a.group == group.linear) return true;
   if (kind == OUTPUT && a.group != group.linear) return false;  // groups are never ordered
   if (a.epoch != epoch_of(kind)) return true;
-  return a.thread != SEVERAL && (a.thread - 1) / SIMD == self->simdgroup &&
+  return a.thread != SEVERAL && simdgroup_of(a) == self->simdgroup &&
          a.simd_epoch != *self->simd_epoch;
 }
 
@@ -95,12 +101,14 @@ static inline void on_read(Buffer& b, int64_t i) {
     fail("race: read of %s[%lld], written by thread %u with no barrier between", b.name,
          (long long)i, s.write.thread - 1);
   const uint32_t me = self->id + 1, epoch = epoch_of(b.kind);
-  const bool current =
-      s.read.thread != NOBODY && s.read.group == group.linear && s.read.epoch == epoch;
-  bool replace = !current || s.read.thread == me;
-  if (!replace && s.read.thread != SEVERAL)
-    replace = (s.read.thread - 1) / SIMD == self->simdgroup && s.read.simd_epoch != *self->simd_epoch;
-  s.read = Access{replace ? me : uint32_t(SEVERAL), group.linear, epoch, *self->simd_epoch};
+  const bool others = s.read.thread != NOBODY && s.read.group == group.linear &&
+                      s.read.epoch == epoch && s.read.thread != me;
+  uint32_t who = me;
+  if (others && (s.read.thread == SEVERAL || simdgroup_of(s.read) != self->simdgroup))
+    who = SEVERAL;
+  else if (others && s.read.simd_epoch == *self->simd_epoch)
+    who = LANES | self->simdgroup;
+  s.read = Access{who, group.linear, epoch, *self->simd_epoch};
 }
 
 static inline void on_write(Buffer& b, int64_t i) {
@@ -111,7 +119,7 @@ static inline void on_write(Buffer& b, int64_t i) {
     fail("race: write to %s[%lld], also written by thread %u with no barrier between", b.name,
          (long long)i, s.write.thread - 1);
   if (s.read.thread != NOBODY && !ordered(s.read, b.kind)) {
-    if (s.read.thread == SEVERAL)
+    if (s.read.thread & LANES)
       fail("race: write to %s[%lld], read by several threads with no barrier between", b.name,
            (long long)i);
     fail("race: write to %s[%lld], read by thread %u with no barrier between", b.name,
