@@ -1,6 +1,6 @@
 """Parts of configurations and architectures that several families have alike.
 
-Knows which behaviours a plain decoder lacks and how YaRN is written. Knows no family.
+Knows which heads go together, what a plain decoder lacks and how YaRN is written. Knows no family.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ PLAIN: dict[str, Any] = dict(
     shared_expert_gated=False,
 )
 """What to state for a model without Gemma's particulars, whose values absent keys would mean."""
+
+
+def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Refuse query heads that key/value heads do not divide, and odd widths."""
+    if heads % kv_heads or head_dim % 2:
+        raise UnsupportedError(
+            f"{where} has {heads} attention heads over {kv_heads} key/value heads of width "
+            f"{head_dim}; heads must be a multiple of key/value heads and the width even"
+        )
 
 
 def read_yarn(c: ConfigReader) -> dict[str, Any] | None:

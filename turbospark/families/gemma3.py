@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from turbospark.cache.state import LayerStates
 from turbospark.errors import UnsupportedError
+from turbospark.families.archs import check_heads
 from turbospark.families.base import Capabilities, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.gguf_gemma import gemma3_config, gemma3_name
@@ -21,7 +22,6 @@ from turbospark.families.kinds import (
     FULL,
     SLIDING,
     Kind,
-    check_heads,
     layer_specs,
     read_layer_types,
     read_rope,
@@ -117,7 +117,8 @@ def _kind(c: ConfigReader, name: str, window: int | None) -> Kind:
         flat = {"rope_theta": flat["rope_theta"], **section.raw(name, {})}
     rope = read_rope(ConfigReader({name: flat}, c.where), name, ("default", "linear"))
     kind = Kind(c.int("num_key_value_heads", 4), c.int("head_dim", 256), window, rope)
-    check_heads(c.where, name, c.int("num_attention_heads", 8), kind)
+    heads = c.int("num_attention_heads", 8)
+    check_heads(f"{c.where}: {name}", heads, kind.kv_heads, kind.head_dim)
     return kind
 
 

@@ -17,6 +17,7 @@ import mlx.core as mx
 from turbospark.cache.state import LayerStates
 from turbospark.errors import UnsupportedError
 from turbospark.experts.base import ExpertStore
+from turbospark.families.archs import check_heads
 from turbospark.families.base import Capabilities, ExpertShape, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.gguf_gemma import gemma4_config, gemma4_name
@@ -24,7 +25,6 @@ from turbospark.families.kinds import (
     FULL,
     SLIDING,
     Kind,
-    check_heads,
     layer_specs,
     override_shape,
     read_layer_types,
@@ -145,7 +145,8 @@ def _kind(c: ConfigReader, name: str, types: tuple[str, ...], window: int | None
     rope = read_rope(ropes, name, ("default", "linear", "proportional", "factors"))
     kind = Kind(shape["num_key_value_heads"], shape["head_dim"], window, rope)
     if name in types:
-        check_heads(c.where, name, c.int("num_attention_heads", 8), kind)
+        heads = c.int("num_attention_heads", 8)
+        check_heads(f"{c.where}: {name}", heads, kind.kv_heads, kind.head_dim)
     return kind
 
 

@@ -18,7 +18,13 @@ from turbospark.cache.state import LayerStates
 from turbospark.dtypes import Raw
 from turbospark.errors import UnsupportedError
 from turbospark.experts.base import ExpertStore
-from turbospark.families.archs import PLAIN, read_yarn, yarn_from_arch, yarn_to_arch
+from turbospark.families.archs import (
+    PLAIN,
+    check_heads,
+    read_yarn,
+    yarn_from_arch,
+    yarn_to_arch,
+)
 from turbospark.families.base import Activation, Capabilities, ExpertShape, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.gguf import gguf_base_config, gguf_name
@@ -77,11 +83,7 @@ def read_config(c: ConfigReader) -> Config:
     c.expect("swiglu_alpha", SWIGLU_ALPHA)
     layers, heads = c.int("num_hidden_layers"), c.int("num_attention_heads", 64)
     kv_heads, head_dim = c.int("num_key_value_heads", 8), c.int("head_dim", 64)
-    if heads % kv_heads or head_dim % 2:
-        raise UnsupportedError(
-            f"{c.where}: {heads} attention heads over {kv_heads} key/value heads of width "
-            f"{head_dim}; heads must be a multiple of key/value heads and the width even"
-        )
+    check_heads(c.where, heads, kv_heads, head_dim)
     scaling = read_yarn(c) if "rope_scaling" in c.values else YARN
     if scaling is None:
         raise UnsupportedError(

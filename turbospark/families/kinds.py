@@ -75,15 +75,6 @@ def read_rope(c: ConfigReader, name: str, supported: tuple[str, ...]) -> dict[st
     return dict(rope.values, rope_theta=rope.float("rope_theta"))
 
 
-def check_heads(where: str, name: str, heads: int, kind: Kind) -> None:
-    """Refuse query heads that key/value heads do not divide, and odd widths."""
-    if heads % kind.kv_heads or kind.head_dim % 2:
-        raise UnsupportedError(
-            f"{where}: {name} has {heads} attention heads over {kind.kv_heads} key/value heads of "
-            f"width {kind.head_dim}; heads must be a multiple of them and the width even"
-        )
-
-
 def override_shape(
     c: ConfigReader, name: str, types: tuple[str, ...], shape: dict[str, int]
 ) -> dict[str, int] | None:

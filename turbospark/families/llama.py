@@ -17,7 +17,7 @@ from turbospark.cache.specs import CacheSpec, FullSpec, RingSpec
 from turbospark.cache.state import LayerStates
 from turbospark.errors import UnsupportedError
 from turbospark.experts.base import ExpertStore
-from turbospark.families.archs import PLAIN, yarn_from_arch, yarn_to_arch
+from turbospark.families.archs import PLAIN, check_heads, yarn_from_arch, yarn_to_arch
 from turbospark.families.base import Capabilities, ExpertShape, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.gguf import gguf_base_config, gguf_name
@@ -81,11 +81,7 @@ def read_config(c: ConfigReader) -> Config:
     hidden = c.int("hidden_size")
     kv_heads = c.int("num_key_value_heads", heads)
     head_dim = c.int("head_dim", hidden // heads)
-    if heads % kv_heads or head_dim % 2:
-        raise UnsupportedError(
-            f"{c.where}: {heads} attention heads over {kv_heads} key/value heads of width "
-            f"{head_dim}; heads must be a multiple of key/value heads and the width even"
-        )
+    check_heads(c.where, heads, kv_heads, head_dim)
     section = c.section("rope_scaling")
     scaling = None if section is None else dict(section.values)
     if section is not None and scaling_kind(scaling) not in ("default", "factors"):

@@ -18,6 +18,7 @@ from turbospark.cache.specs import CacheSpec, FullSpec, RingSpec
 from turbospark.cache.state import LayerStates
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.experts.base import ExpertStore
+from turbospark.families.archs import check_heads
 from turbospark.families.base import Capabilities, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.gguf import (
@@ -89,11 +90,7 @@ def read_config(c: ConfigReader) -> Config:
     layers = c.int("num_hidden_layers", 52)
     heads, kv_heads = c.int("num_attention_heads", 32), c.int("num_key_value_heads", 2)
     head_dim = c.int("head_dim", 128)
-    if heads % kv_heads or head_dim % 2:
-        raise UnsupportedError(
-            f"{c.where}: {heads} attention heads over {kv_heads} key/value heads of width "
-            f"{head_dim}; heads must be a multiple of key/value heads and the width even"
-        )
+    check_heads(c.where, heads, kv_heads, head_dim)
     theta = c.float("rope_theta", 1e4)
     return Config(
         vocab_size=c.int("vocab_size", 202048),
