@@ -109,6 +109,8 @@ def test_a_model_of_full_layers_needs_no_window() -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, r"rope_type = 'yarn'.*'default' or 'linear'"),
         ({"rope_scaling": {"type": "dynamic"}}, r"type = 'dynamic'.*'default' or 'linear'"),
         ({"rope_parameters": {S: {"rope_type": "llama3"}}}, r"sliding_attention: .*'llama3'"),
+        ({"rope_scaling": ["linear"]}, r"rope_scaling = \['linear'\]; expected an object"),
+        ({"rope_parameters": {S: "linear"}}, r"sliding_attention = 'linear'; expected an object"),
         ({"query_pre_attn_scalar": "x"}, r"query_pre_attn_scalar = 'x'; expected a number"),
     ],
 )

@@ -193,6 +193,7 @@ def test_layer_types_beat_the_interval() -> None:
         (TINY, {"rope_parameters": ROPE | {"partial_rotary_factor": 0.1}}, r"turns 3 of 32"),
         (TINY, {"rope_parameters": ROPE | {"partial_rotary_factor": 1.5}}, r"turns 48 of 32"),
         (TINY, {"rope_parameters": ROPE | {"rope_type": "longrope"}}, r"'longrope'"),
+        (TINY, {"rope_parameters": None, "rope_scaling": "yarn"}, r"'yarn'; expected an object"),
         (TINY, {"intermediate_size": None}, r"required key intermediate_size is missing"),
         (TINY, {"norm_convention": "shifted"}, r"norm_convention = 'shifted'.*'plain'"),
         (TINY, {"mtp_tensors": ["mtp.fc.bias"]}, r"mtp_tensors = \['mtp.fc.bias'\]"),

@@ -34,6 +34,14 @@ def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
         )
 
 
+def read_scaling(c: ConfigReader) -> dict[str, Any] | None:
+    """`rope_scaling` with its type checked; None when absent."""
+    section = c.section("rope_scaling")
+    scaling = None if section is None else dict(section.values)
+    scaling_kind(scaling)
+    return scaling
+
+
 def read_yarn(c: ConfigReader) -> dict[str, Any] | None:
     """`rope_scaling` of a family that knows YaRN alone; None without scaling."""
     scaling = c.section("rope_scaling")

@@ -109,12 +109,14 @@ def read_config(c: ConfigReader) -> Config:
 def _kind(c: ConfigReader, name: str, window: int | None) -> Kind:
     """Hub files have one `rope_theta` and `rope_scaling` for full layers, v5 files a section."""
     if name == FULL:
-        flat = {**c.raw("rope_scaling", {}), "rope_theta": c.float("rope_theta", 1e6)}
+        scaling = c.section("rope_scaling") or ConfigReader({})
+        flat = {**scaling.values, "rope_theta": c.float("rope_theta", 1e6)}
     else:
         flat = {"rope_theta": c.float("rope_local_base_freq", 1e4)}
     section = c.section("rope_parameters")
     if section is not None:
-        flat = {"rope_theta": flat["rope_theta"], **section.raw(name, {})}
+        own = section.section(name) or ConfigReader({})
+        flat = {"rope_theta": flat["rope_theta"], **own.values}
     rope = read_rope(ConfigReader({name: flat}, c.where), name, ("default", "linear"))
     kind = Kind(c.int("num_key_value_heads", 4), c.int("head_dim", 256), window, rope)
     heads = c.int("num_attention_heads", 8)

@@ -18,14 +18,14 @@ from turbospark.cache.state import LayerStates
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.experts.base import ExpertStore
 from turbospark.families import gguf_delta
-from turbospark.families.archs import PLAIN, yarn_from_arch, yarn_to_arch
+from turbospark.families.archs import PLAIN, read_scaling, yarn_from_arch, yarn_to_arch
 from turbospark.families.base import Capabilities, ExpertShape, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.names import expert_pieces, plain_name
 from turbospark.install.arch import ArchConfig
 from turbospark.layers.gated_delta import DeltaShape, GatedDeltaNet, silu
 from turbospark.layers.mlp import GatedMLP, SharedExpertMLP
-from turbospark.layers.rope import Rope, make_rope, scaling_kind
+from turbospark.layers.rope import Rope, make_rope
 from turbospark.layers.weights import Weights
 
 # --- args check -----------------------------------------------------------------------------------
@@ -93,8 +93,7 @@ def read_config(c: ConfigReader) -> Config:
     c.expect("output_gate_type", "silu", "swish")
     for key in ("norm_convention", "mtp_norm_convention"):
         c.expect(key, CENTRED, UNCENTRED)
-    layers, scaling = c.int("num_hidden_layers"), c.raw("rope_scaling")
-    scaling_kind(scaling)
+    layers = c.int("num_hidden_layers")
     config = Config(
         model_type=kind,
         vocab_size=c.int("vocab_size"),
@@ -106,7 +105,7 @@ def read_config(c: ConfigReader) -> Config:
         head_dim=c.int("head_dim", 256),
         rms_norm_eps=c.float("rms_norm_eps", 1e-6),
         rope_theta=c.float("rope_theta", 1e4),
-        rope_scaling=scaling,
+        rope_scaling=read_scaling(c),
         partial_rotary_factor=c.float("partial_rotary_factor", 0.25),
         max_position_embeddings=c.int("max_position_embeddings", 32768),
         attention_bias=c.bool("attention_bias", False),
