@@ -110,7 +110,7 @@ def test_a_model_of_full_layers_needs_no_window() -> None:
         ({"rope_scaling": {"type": "dynamic"}}, r"type = 'dynamic'.*'default' or 'linear'"),
         ({"rope_parameters": {S: {"rope_type": "llama3"}}}, r"sliding_attention: .*'llama3'"),
         ({"rope_scaling": ["linear"]}, r"rope_scaling = \['linear'\]; expected an object"),
-        ({"rope_parameters": {S: "linear"}}, r"sliding_attention = 'linear'; expected an object"),
+        ({"rope_parameters": {S: "linear", F: {}}}, r"attention = 'linear'; expected"),
         ({"query_pre_attn_scalar": "x"}, r"query_pre_attn_scalar = 'x'; expected a number"),
     ],
 )
