@@ -1,0 +1,48 @@
+"""The check of kernels on a GPU: its references, its verdict, and what it says without a GPU."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import error, floats
+
+from turbospark.dtypes import MXFP4, affine
+from turbospark.kernels import check, expert_matrix, qmv_matrix
+from turbospark.kernels.decode_attention import Rules
+
+
+def test_without_a_gpu_it_names_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([]) == 0
+    assert "pytest tests/kernels" in capsys.readouterr().out
+
+
+CHECKS = {
+    "qmv": lambda: check._qmv(qmv_matrix, 2, (32, 256), affine(4, 64), mx.float32, True),
+    "qmv mxfp4": lambda: check._qmv(qmv_matrix, 1, (32, 96), MXFP4, mx.float32, False),
+    "experts": lambda: check._experts(expert_matrix, 2, 3, (64, 64), affine(4, 32), mx.float32),
+    "attention": lambda: check._attention(2, 2, 64, 40, 64, Rules(0.125)),
+    "ring": lambda: check._attention(1, 2, 64, 90, 64, Rules(0.1, 32, True), sinks=True),
+    "rope": check._rope,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_mlx_and_float64_agree_about_every_check(name: str) -> None:
+    made = CHECKS[name]()
+    got = floats(made.own()).reshape(made.want.shape)
+    assert error(got, made.want) < (1e-5 if made.dtype == mx.float32 else 2e-2)
+
+
+def test_router_weights_agree() -> None:
+    for made in list(check.small_checks())[:2]:
+        assert error(floats(made.own()), made.want) < 1e-6
+
+
+def test_a_kernel_is_wrong_beyond_rounding_and_mlx() -> None:
+    made = check.Check("k", "s", mx.bfloat16, mx.array, mx.array, np.ones(1), 1000)
+    row = lambda mine, own: check.Row(made, mine, own, 1.0, 1.0)  # noqa: E731
+    assert row(8e-3, 0.0).right and row(2.9e-2, 2e-2).right
+    assert not row(9e-3, 0.0).right and not row(3.1e-2, 2e-2).right
+    assert not row(float("nan"), 1.0).right
+    assert str(row(1.0, 0.0)).endswith("WRONG") and "WRONG" not in str(row(0.0, 0.0))
