@@ -7,18 +7,16 @@ layouts (`ggml.py`), the container (`gguf_header.py`) or families.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from turbospark.conversion.ggml import CODECS, Codec, load_decoder, type_name
 from turbospark.conversion.gguf_header import GGUFHeader, GGUFTensor, read_header
-from turbospark.conversion.source import Files, SourceTensor, listed, read_into
+from turbospark.conversion.source import Files, OpenFiles, SourceTensor, listed, read_into
 from turbospark.dtypes import Quant, Raw
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.install.planes import Planes, empty_planes, host_view
@@ -56,9 +54,9 @@ class GGUFSource:
         self.metadata, self._table = header.metadata, header.tensors
         check_types(self._table)
         self._wide: set[str] = set()
-        self._files: dict[Path, int] = {}
+        self._open = OpenFiles()
         decoded = any(CODECS[t.type].needs_package for t in self._table.values())
-        self._decode = load_decoder() if decoded else None
+        self._decode: Any = load_decoder() if decoded else None
         self.config = configure(self.metadata, {n: t.shape for n, t in self._table.items()})
         self._make_sidecars = sidecars
 
@@ -105,7 +103,7 @@ class GGUFSource:
         offset = row.offset + first // codec.values * codec.nbytes
         if codec.values == 1:
             where = f"{row.file.name}: tensor {name}"
-            read_into(self._fd(row.file), host_view(planes.weight), offset, where)
+            read_into(self._open.fd(row.file), host_view(planes.weight), offset, where)
         else:
             self._fill(row, codec, planes, offset)
         return planes
@@ -120,7 +118,7 @@ class GGUFSource:
             blocks = np.empty((count, codec.nbytes), dtype=np.uint8)
             where = f"{row.file.name}: tensor {row.name}"
             at = offset + done * codec.nbytes
-            read_into(self._fd(row.file), blocks.reshape(-1), at, where)
+            read_into(self._open.fd(row.file), blocks.reshape(-1), at, where)
             parts = self._unpack(row, codec, planes.fmt, blocks)
             for view, part in zip(views, parts, strict=True):
                 start = view.size // total * done
@@ -131,7 +129,7 @@ class GGUFSource:
     ) -> list[np.ndarray]:
         if codec.unpack is None:
             with np.errstate(invalid="ignore", over="ignore"):  # reported just below
-                values = self._decode(blocks, codec.name)  # type: ignore[misc]
+                values = self._decode(blocks, codec.name)
             if not np.isfinite(values).all():
                 raise self._not_finite(row)
             return [values]
@@ -143,7 +141,7 @@ class GGUFSource:
             return [words, np.ascontiguousarray(scales)]
         if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
             raise self._not_finite(row)
-        if fmt.scale_dtype == "float16":  # type: ignore[union-attr]
+        if isinstance(fmt, Quant) and fmt.scale_dtype == "float16":
             if max(np.abs(scales).max(), np.abs(biases).max()) > np.finfo(np.float16).max:
                 raise CompanionOverflow(row.name)
             scales, biases = scales.astype(np.float16), biases.astype(np.float16)
@@ -155,19 +153,9 @@ class GGUFSource:
             "not finite; the file is damaged"
         )
 
-    def _fd(self, file: Path) -> int:
-        if file not in self._files:
-            try:
-                self._files[file] = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise SourceError(f"{file}: cannot be opened: {error.strerror}") from error
-        return self._files[file]
-
     def close(self) -> None:
         """Close the files."""
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
+        self._open.close()
 
 
 def check_types(table: Mapping[str, GGUFTensor]) -> None:

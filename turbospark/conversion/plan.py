@@ -92,36 +92,37 @@ class _Builder:
 
     def take(self, tensor: SourceTensor, piece: Piece) -> None:
         """Enter one piece, or note what is wrong with it."""
-        if piece.target is not None:
-            if piece.target not in self.shapes:
-                self.unknown.append(tensor.name)
-                return
+        if piece.target in self.shapes:
             provider = self.provider(tensor, piece, self.shapes[piece.target])
             if provider is not None:
                 self.enter(self.resident, piece.target, piece.target, provider)
-            return
-        shape = self.expert_shapes.get(piece.layer)  # type: ignore[arg-type]
-        role = str(piece.role)
-        if shape is None or role not in roles(shape):
+        elif piece.layer in self.expert_shapes and piece.role is not None:
+            self.take_routed(tensor, piece, piece.layer, piece.role)
+        else:
+            self.unknown.append(tensor.name)
+
+    def take_routed(self, tensor: SourceTensor, piece: Piece, layer: int, role: str) -> None:
+        """Enter one role of one expert of a layer, or of a stack of all of them."""
+        shape, expert = self.expert_shapes[layer], piece.expert
+        stacked = expert is None
+        if role not in roles(shape):
             self.unknown.append(tensor.name)
             return
-        stacked = piece.expert is None
-        if stacked and (not tensor.shape or tensor.shape[0] != shape.count):
+        if stacked and tensor.shape[:1] != (shape.count,):
             self.misshapen.append(
                 f"{tensor.name} holds {list(tensor.shape)}; expected {shape.count} experts"
             )
             return
-        if not stacked and not 0 <= int(piece.expert or 0) < shape.count:
+        if expert is not None and not 0 <= expert < shape.count:
             self.unknown.append(f"{tensor.name} (of {shape.count} experts)")
             return
         provider = self.provider(tensor, piece, role_shape(shape, role), stacked)
         if provider is None:
             return
-        for expert in range(shape.count) if stacked else (int(piece.expert or 0),):
-            key = (int(piece.layer or 0), role)
-            one = replace(provider, expert=expert) if stacked else provider
-            name = f"{expert_name(*key)} of expert {expert}"
-            self.enter(self.experts.setdefault(key, {}), expert, name, one)
+        table = self.experts.setdefault((layer, role), {})
+        for e in range(shape.count) if expert is None else (expert,):
+            one = replace(provider, expert=e) if stacked else provider
+            self.enter(table, e, f"{expert_name(layer, role)} of expert {e}", one)
 
     def enter(self, table: dict[Any, Provider], key: Any, name: str, provider: Provider) -> None:
         if key in table:

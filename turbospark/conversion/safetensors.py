@@ -7,7 +7,6 @@ over several entries. Does not know families or installs.
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from turbospark.conversion.mlx_quant import QuantConfig, check_method
 from turbospark.conversion.source import (
     MAX_SIDECAR_BYTES,
     Files,
+    OpenFiles,
     SourceTensor,
     listed,
     parse_json,
@@ -259,7 +259,7 @@ class SafetensorsSource:
         packed = any(f.entries[0].dtype == "U32" for f in self._folded.values())
         self.kind = "mlx" if packed else "huggingface"
         self._files = files
-        self._open: dict[Path, int] = {}
+        self._open = OpenFiles()
 
     @cached_property
     def sidecars(self) -> dict[str, bytes]:
@@ -284,20 +284,10 @@ class SafetensorsSource:
         planes = empty_planes(fmt, shape)
         for entry, array in zip(folded.entries, planes.arrays(), strict=True):
             unit = entry.nbytes // max(lead, 1)
-            where = f"{entry.file.name}: tensor {name}"
-            read_into(self._fd(entry.file), host_view(array), entry.offset + first * unit, where)
+            where, at = f"{entry.file.name}: tensor {name}", entry.offset + first * unit
+            read_into(self._open.fd(entry.file), host_view(array), at, where)
         return planes
-
-    def _fd(self, file: Path) -> int:
-        if file not in self._open:
-            try:
-                self._open[file] = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise SourceError(f"{file}: cannot be opened: {error.strerror}") from error
-        return self._open[file]
 
     def close(self) -> None:
         """Close the shards."""
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
+        self._open.close()

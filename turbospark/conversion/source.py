@@ -74,6 +74,28 @@ def read_into(fd: int, view: np.ndarray, offset: int, what: str) -> None:
         raise SourceError(str(error)) from error
 
 
+class OpenFiles:
+    """Descriptors of the files that have been read from, each opened when it is first needed."""
+
+    def __init__(self) -> None:
+        self._fds: dict[Path, int] = {}
+
+    def fd(self, path: Path) -> int:
+        """A descriptor to read `path` with. Raises SourceError."""
+        if path not in self._fds:
+            try:
+                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise SourceError(f"{path}: cannot be opened: {error.strerror}") from error
+        return self._fds[path]
+
+    def close(self) -> None:
+        """Close all of them; harmless when repeated."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """A strict JSON object: duplicate keys, NaN and Infinity are refused with the file's name."""
     try:
