@@ -97,7 +97,7 @@ def _look(files: HubFiles, file: str | None) -> tuple[Checkpoint, list[str]]:
 
 
 class HubFiles:
-    """The files of one revision of a repository; see `convert.source.Files`.
+    """The files of one revision of a repository; see `conversion.source.Files`.
 
     Every request names the commit that the revision meant at the start.
     """

@@ -19,6 +19,7 @@ from turbospark.errors import SourceError, UnsupportedError
 from turbospark.families import family_for_gguf, family_for_model_type
 from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
+from turbospark.text.gguf_tokenizer import tokenizer_files_from_gguf
 
 ACCEPTED = "a folder with config.json and safetensors, or a .gguf file"
 
@@ -118,8 +119,6 @@ _TOKENIZER_LISTS: dict[str, Any] = {
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     """The tokenizer files of a GGUF; without a readable vocabulary none, and a warning."""
-    from turbospark.text.gguf_tokenizer import tokenizer_files_from_gguf
-
     try:
         for name, kind in _TOKENIZER_LISTS.items():
             values = metadata.get(f"tokenizer.ggml.{name}", [])
