@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from time import perf_counter_ns
+from typing import Any
 
 # Disjoint by construction: a nested phase's time is taken out of the phase around it.
 PHASES = (
@@ -88,11 +89,11 @@ class PhaseCounters:
     def __sub__(self, earlier: PhaseCounters) -> PhaseCounters:
         """Field by field; a field that either side did not measure stays None."""
 
-        def minus(name: str) -> int | None:
+        def minus(name: str) -> Any:
             new, old = getattr(self, name), getattr(earlier, name)
             return None if new is None or old is None else new - old
 
-        return PhaseCounters(**{f.name: minus(f.name) for f in fields(self)})  # type: ignore[arg-type]
+        return PhaseCounters(**{f.name: minus(f.name) for f in fields(self)})
 
     @property
     def forward_ns(self) -> int:
@@ -154,8 +155,8 @@ class PhaseClock:
     def snapshot(self, **measured: int | None) -> PhaseCounters:
         """The state now, closed phases only; `measured` sets count fields that others keep."""
         spent = {f"{name}_ns": ns for name, ns in self._spent.items()}
-        values = {**spent, **self._counts, **measured}
-        return PhaseCounters(total_ns=sum(spent.values()), **values)  # type: ignore[arg-type]
+        values: dict[str, Any] = {**spent, **self._counts, **measured}
+        return PhaseCounters(total_ns=sum(spent.values()), **values)
 
     def _enter(self, name: str) -> None:
         now = perf_counter_ns()

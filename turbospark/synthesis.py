@@ -240,7 +240,7 @@ def _formatted(plan: Plan, formats: Mapping[str, Format]) -> Plan:
 
 
 class RandomSource:
-    """A checkpoint that draws what is read from it; see `convert.source.TensorSource`.
+    """A checkpoint that draws what is read from it; see `conversion.source.TensorSource`.
 
     Each tensor (each expert of a stack) has a generator of its own, so that order does not matter.
     """
@@ -340,9 +340,10 @@ def _random_quant(draw: np.random.SFC64, fmt: Quant, shape: tuple[int, ...]) -> 
         raw = draw.random_raw(-(-count // 2)).view(np.uint32)
         words[start : start + count] = raw[:count]
     reach, std = _reach(shape), 1 / math.sqrt(shape[-1])
+    scales = planes.arrays()[1]
     if fmt.mode == "affine":
         scale, bias = 2 * reach / (2**fmt.bits - 1), -reach
-        filled = [mx.full(planes.scales.shape, v, planes.scales.dtype) for v in (scale, bias)]  # type: ignore[union-attr]
+        filled = [mx.full(scales.shape, value, scales.dtype) for value in (scale, bias)]
         mx.eval(filled)
         return Planes(fmt, shape, planes.weight, *filled)
     if fmt.mode == "mxfp8":
@@ -350,5 +351,5 @@ def _random_quant(draw: np.random.SFC64, fmt: Quant, shape: tuple[int, ...]) -> 
     # Uniform codes have a root mean square of 2.9 (e2m1) or 0.6 (e4m3 below 2).
     power = round(math.log2(std / (0.6 if fmt.mode == "mxfp8" else 2.9)))
     byte = 127 + power if fmt.mode != "nvfp4" else (max(power, -6) + 7) << 3  # e8m0 or e4m3
-    host_view(planes.scales)[:] = byte  # type: ignore[arg-type]
+    host_view(scales)[:] = byte
     return planes

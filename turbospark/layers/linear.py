@@ -91,31 +91,33 @@ class FusedLinear:
 
 def fuse(parts: Sequence[AnyLinear], sizes: Sequence[int]) -> FusedLinear:
     """Join matrices along their outputs when they are stored alike; else keep them apart."""
-    first = parts[0]
-    joined: AnyLinear | None = None
-    bias = _join([p.bias for p in parts], axis=0)
-    if any((p.bias is None) != (first.bias is None) for p in parts):
-        joined = None
-    elif all(isinstance(p, Linear) for p in parts):
-        joined = Linear(mx.concatenate([p.matrix for p in parts], axis=1), bias)  # type: ignore[union-attr]
-    elif isinstance(first, QuantizedLinear) and all(
-        isinstance(p, QuantizedLinear) and p.fmt == first.fmt for p in parts
-    ):
-        planes = [
-            _join([getattr(p, name) for p in parts], axis=0)
-            for name in ("weight", "scales", "biases")
-        ]
-        named = dict(zip(("weight", "scales", "biases"), planes, strict=True))
-        joined = replace(first, **named, bias=bias)  # type: ignore[arg-type]
-    if joined is None:
-        return FusedLinear(tuple(parts), tuple(sizes))
+    apart = FusedLinear(tuple(parts), tuple(sizes))
+    dense = [p for p in parts if isinstance(p, Linear)]
+    packed = [p for p in parts if isinstance(p, QuantizedLinear)]
+    if len({p.bias is None for p in parts}) > 1:
+        return apart
+    joined: AnyLinear
+    bias = _join([p.bias for p in parts])
+    if not packed:
+        joined = Linear(mx.concatenate([p.matrix for p in dense], axis=1), bias)
+    elif not dense and len({p.fmt for p in packed}) == 1:
+        joined = replace(
+            packed[0],
+            weight=mx.concatenate([p.weight for p in packed]),
+            scales=mx.concatenate([p.scales for p in packed]),
+            biases=_join([p.biases for p in packed]),
+            bias=bias,
+        )
+    else:
+        return apart
     mx.eval([a for a in vars(joined).values() if isinstance(a, mx.array)])
     return FusedLinear((joined,), tuple(sizes))
 
 
-def _join(arrays: Sequence[mx.array | None], axis: int) -> mx.array | None:
+def _join(arrays: Sequence[mx.array | None]) -> mx.array | None:
+    """All of them along the first axis; None where one is absent."""
     present = [a for a in arrays if a is not None]
-    return mx.concatenate(present, axis=axis) if len(present) == len(arrays) else None
+    return mx.concatenate(present) if len(present) == len(arrays) else None
 
 
 @dataclass(frozen=True)
