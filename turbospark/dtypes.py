@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from turbospark.errors import UnsupportedError
 
@@ -24,10 +25,7 @@ class Raw:
 
     def plane_bytes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Bytes of (weight, scales, biases) for a tensor of logical `shape`."""
-        count = 1
-        for n in shape:
-            count *= n
-        return count * RAW_BYTES[self.dtype], 0, 0
+        return prod(shape) * RAW_BYTES[self.dtype], 0, 0
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,7 @@ class Quant:
 
     def plane_bytes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Bytes of (weight, scales, biases) for a tensor of logical `shape`."""
-        rows = 1
-        for n in shape[:-1]:
-            rows *= n
+        rows = prod(shape[:-1])
         scales = rows * (shape[-1] // self.group_size) * SCALE_BYTES[self.scale_dtype]
         return rows * self.words(shape[-1]) * 4, scales, scales if self.has_biases else 0
 

@@ -27,12 +27,12 @@ _EXECUTABLE_GGUF = (
     *("q8_0", "q4_k", "q5_k", "q6_k", "mxfp4", "q2_k"),
     *("iq3_xxs", "iq4_nl", "iq4_xs", "iq2_xxs", "iq2_xs", "iq1_s", "iq3_s", "iq2_s", "iq1_m"),
 )
+_KEYS = ("weightBits", "scheme", "scaleType", "biasType", "groupSize")
 _SCALE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def _triple(slot: Mapping[str, Any]) -> tuple[Any, ...]:
-    keys = ("weightBits", "scheme", "scaleType", "biasType", "groupSize")
-    return tuple(slot.get(key) for key in keys)
+def _row(slot: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(slot.get(key) for key in _KEYS)
 
 
 def _accepted(name: str) -> list[tuple[Any, ...]]:
@@ -58,10 +58,10 @@ def check_quant(quant: object) -> None:
             continue  # the default of a component that the model lacks
         if slot.get("scheme") == "gguf":
             _check_gguf(slot, where)
-        elif _triple(slot) not in _accepted(name):
+        elif _row(slot) not in _accepted(name):
             raise IndexCorruptError(
                 f"{where}: (bits, scheme, scale, bias, group) = "
-                f"{printable(repr(_triple(slot)))} is not one of {_accepted(name)}"
+                f"{printable(repr(_row(slot)))} is not one of {_accepted(name)}"
             )
 
 
@@ -90,14 +90,13 @@ def quant_block(slots: Mapping[str, Format | None]) -> dict[str, Any] | None:
         fmt = slots.get(name) or attention
         row = None if fmt is None else _slot(fmt)
         missing = fmt is attention and slots.get(name) is None
-        if row is None or not (missing or _triple(row) in _accepted(name)):
+        if row is None or not (missing or _row(row) in _accepted(name)):
             return None
         block[name] = row
     return block
 
 
 def _slot(fmt: Format) -> dict[str, Any] | None:
-    keys = ("weightBits", "scheme", "scaleType", "biasType", "groupSize")
     if isinstance(fmt, Quant) and fmt.mode == "affine":
         scale = _SCALE_NAMES[fmt.scale_dtype]
         values: tuple[Any, ...] = (fmt.bits, "affine", scale, scale, fmt.group_size)
@@ -105,4 +104,4 @@ def _slot(fmt: Format) -> dict[str, Any] | None:
         values = _RAW_ROUTER
     else:
         return None
-    return dict(zip(keys, values, strict=True))
+    return dict(zip(_KEYS, values, strict=True))

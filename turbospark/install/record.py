@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turbospark.dtypes import Format, Quant, Raw
+from turbospark.dtypes import SCALE_BYTES, Format, Quant, Raw
 from turbospark.errors import TensorShapeError, UnsupportedError
 from turbospark.install.files import round_up
 
@@ -29,7 +29,7 @@ DTYPE_NAMES = {
 }
 """MLX dtype -> the string that layout.json uses."""
 
-ITEM_BYTES = {"uint32": 4, "uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+ITEM_BYTES = {**SCALE_BYTES, "uint32": 4}
 
 
 @dataclass(frozen=True)
