@@ -41,19 +41,31 @@ def install_path(name: str) -> Path:
         raise OptionError(
             f"model name '{printable(name)}' is not letters, digits, '.', '_', '-' and one '/'"
         )
-    return models_dir() / (name.removesuffix(SUFFIX).replace("/", "--") + SUFFIX)
+    return models_dir() / (_store_name(name) + SUFFIX)
 
 
 def installed() -> list[InstalledModel]:
     """Every complete install of the store, by name; the original's `text/` folder included."""
-    found: dict[str, InstalledModel] = {}
+    return [
+        InstalledModel(name, path, sum(p.stat().st_size for p in path.rglob("*") if p.is_file()))
+        for name, path in sorted(_paths().items())
+    ]
+
+
+def _paths() -> dict[str, Path]:
+    """Name -> directory of every complete install; of two of one name the first counts."""
+    found: dict[str, Path] = {}
     for folder in (models_dir(), models_dir() / "text"):
         for path in sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else ():
             name = path.name.removesuffix(SUFFIX)
             if name not in found and path.is_dir() and is_install(path):
-                size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-                found[name] = InstalledModel(name, path, size)
-    return [found[name] for name in sorted(found)]
+                found[name] = path
+    return found
+
+
+def _store_name(name: str) -> str:
+    """The name as the store has it: "owner/repo" is "owner--repo"."""
+    return name.removesuffix(SUFFIX).replace("/", "--")
 
 
 def resolve(name_or_path: str | Path) -> Path:
@@ -64,8 +76,7 @@ def resolve(name_or_path: str | Path) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
-    wanted = str(name_or_path).removesuffix(SUFFIX).replace("/", "--")
-    models = {model.name: model.path for model in installed()}
+    wanted, models = _store_name(str(name_or_path)), _paths()
     if wanted in models:
         return models[wanted]
     near = difflib.get_close_matches(wanted, models, n=3, cutoff=0.5) or sorted(models)[:5]
@@ -78,11 +89,10 @@ def resolve(name_or_path: str | Path) -> Path:
 
 def remove(name: str) -> Path:
     """Delete an installed model of the store by name. Raises PartialInstallError."""
-    wanted = name.removesuffix(SUFFIX).replace("/", "--")
-    for model in installed():
-        if model.name == wanted:
-            if model.path.is_symlink():
-                raise InstallExistsError(f"{model.path} is a symbolic link; remove it by hand")
-            shutil.rmtree(model.path)
-            return model.path
-    raise PartialInstallError(f"no installed model is named '{printable(name)}'")
+    path = _paths().get(_store_name(name))
+    if path is None:
+        raise PartialInstallError(f"no installed model is named '{printable(name)}'")
+    if path.is_symlink():
+        raise InstallExistsError(f"{path} is a symbolic link; remove it by hand")
+    shutil.rmtree(path)
+    return path
