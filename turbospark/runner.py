@@ -31,11 +31,9 @@ from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
 from turbospark.generation import Event, GenerationResult, admit, collect, generate_events
 from turbospark.install.arch import ArchConfig
-from turbospark.install.manifest import MANIFEST_NAME
 from turbospark.install.models import resolve as resolve_path
 from turbospark.install.opening import Install
 from turbospark.install.planes import MX_DTYPES
-from turbospark.install.verify import sha256_file
 from turbospark.kernels.choices import choices
 from turbospark.layers.weights import Weights
 from turbospark.memory import MemoryReport
@@ -178,7 +176,7 @@ class Runner:
             weights.nbytes,
             tokenizer,
             stops,
-            sha256_file(install.path / MANIFEST_NAME),
+            install.manifest.sha256,
         )
 
     # --- token level ------------------------------------------------------------------------------
