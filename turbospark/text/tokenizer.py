@@ -20,13 +20,6 @@ from turbospark.text.detokenizer import Detokenizer
 from turbospark.text.dialects import Dialect, detect
 from turbospark.text.template import ChatTemplate
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
-
 
 class Tokenizer:
     """Encodes, decodes and renders chats. Build one with `Tokenizer.load`."""
