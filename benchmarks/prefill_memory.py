@@ -85,9 +85,10 @@ def main() -> None:
             for length in args.lengths:
                 rows.append({"memory": name, "model_type": model_type, **measure(install, length)})
                 print(json.dumps(rows[-1]), flush=True)
+    lengths = " ".join(map(str, args.lengths))
     report = {
         "what": "most bytes MLX held above the open model while a prompt was fed",
-        "command": f"python benchmarks/prefill_memory.py --lengths {' '.join(map(str, args.lengths))}",
+        "command": f"python benchmarks/prefill_memory.py --lengths {lengths} --write",
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "versions": {
             "turbospark": version("turbospark"),
