@@ -1,0 +1,162 @@
+"""Time to the first token of a chat's second turn: cold against a reused prefix.
+
+    python benchmarks/prefix_reuse.py INSTALL [--rounds 5] [--write]
+
+INSTALL is an install with a chat template (`make demo` makes one). The first turn is a question
+about a text of each size; the second adds the answer and a short question, the way a chat program
+sends it, rendered by the model's own template. Each round runs both sides in turn; figures are
+medians over the rounds, the ratio is cold / reused. A third row comes back to a conversation after
+another one (two session slots), a fourth loads it from a file saved before. `--write` records the
+figures under benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from turbospark import OpenOptions, Runner
+from turbospark.generation import Token
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (
+    "The keeper of the lighthouse wrote down every ship that passed, its flag and its hour. "
+    "In the winter of that year no ship passed for forty days. "
+)
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def conversation(runner: Runner, words: int) -> tuple[list[int], list[int]]:
+    """Prompts of a first and a second turn; the answer between them is the model's own."""
+    text = " ".join((TEXT * (words // len(TEXT.split()) + 1)).split()[:words])
+    messages = [{"role": "user", "content": f"{text}\n\nWhat did the keeper write down?"}]
+    first = runner.encode(messages)
+    answer = runner.generate(first, max_new_tokens=24, **GREEDY)
+    messages += [
+        {"role": "assistant", "content": answer.text or ""},
+        {"role": "user", "content": "And in the winter?"},
+    ]
+    return first, runner.encode(messages)
+
+
+def first_token(runner: Runner, prompt: list[int]) -> tuple[float, int]:
+    """(seconds from the call to the first token, tokens reused)."""
+    start = time.perf_counter()
+    stream = runner.stream(prompt, max_new_tokens=2, **GREEDY)
+    seconds, result = 0.0, None
+    for event in stream:
+        if isinstance(event, Token) and event.index == 0:
+            seconds = time.perf_counter() - start
+        result = event
+    return seconds, result.result.reused_prefix_tokens
+
+
+def sides(runner: Runner, first: list[int], second: list[int], file: Path) -> dict[str, Callable]:
+    """What is timed: a function per way to the second turn, each with its own preparation."""
+    other = runner.encode([{"role": "user", "content": "Name three rivers of Europe."}])
+
+    def cold() -> tuple[float, int]:
+        runner.reset()
+        return first_token(runner, second)
+
+    def reused() -> tuple[float, int]:
+        runner.reset()
+        runner.generate(first, max_new_tokens=24, **GREEDY)
+        return first_token(runner, second)
+
+    def returned() -> tuple[float, int]:
+        runner.reset()
+        runner.generate(first, max_new_tokens=24, **GREEDY)
+        runner.generate(other, max_new_tokens=4, **GREEDY)
+        return first_token(runner, second)
+
+    def loaded() -> tuple[float, int]:
+        runner.reset()
+        start = time.perf_counter()
+        runner.load_session(file)
+        reading = time.perf_counter() - start
+        seconds, kept = first_token(runner, second)
+        return reading + seconds, kept
+
+    runner.reset()
+    runner.generate(first, max_new_tokens=24, **GREEDY)
+    runner.save_session(file)
+    return {"cold": cold, "reused": reused, "after another chat": returned, "from a file": loaded}
+
+
+def measure(runner: Runner, words: int, rounds: int, file: Path) -> dict[str, Any]:
+    """Medians of every side for one size of conversation."""
+    first, second = conversation(runner, words)
+    runs = sides(runner, first, second, file)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    kept: dict[str, int] = {}
+    for round_ in range(rounds + 1):
+        for name, run in runs.items():
+            seconds, kept[name] = run()
+            if round_:  # the first round warms up
+                times[name].append(seconds)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "second_turn_tokens": len(second),
+        "reused_tokens": kept,
+        "seconds_to_first_token": {name: round(s, 4) for name, s in medians.items()},
+        "cold_over": {n: round(medians["cold"] / s, 2) for n, s in medians.items() if n != "cold"},
+        "file_mib": round(file.stat().st_size / 2**20, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("install", type=Path)
+    parser.add_argument("--words", type=int, nargs="+", default=[50, 200, 800])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    options = OpenOptions(max_context=4096, prefix_reuse=True, session_slots=2)
+    rows = []
+    with Runner.open(args.install, options) as runner, tempfile.TemporaryDirectory() as folder:
+        for words in args.words:
+            row = measure(runner, words, args.rounds, Path(folder) / "talk.safetensors")
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        report = {
+            "what": "seconds from the call to the first token of a chat's second turn, median",
+            "command": f"python benchmarks/prefix_reuse.py {args.install.name} --write",
+            "hardware": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+            "versions": {
+                "turbospark": version("turbospark"),
+                "commit": commit(),
+                "mlx": version("mlx"),
+                "python": platform.python_version(),
+            },
+            "model": f"{args.install.name} ({runner.resolved.model_type})",
+            "device": runner.resolved.device,
+            "dtype": runner.resolved.dtype,
+            "rounds": args.rounds,
+            "rows": rows,
+        }
+    if args.write:
+        out = ROOT / "benchmarks" / "results" / "prefix_reuse.json"
+        out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def commit() -> str:
+    """The commit of this checkout, "unknown" outside one."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()
