@@ -44,7 +44,7 @@ from turbospark.text.tokenizer import Tokenizer, declared_stops
 # Toggles that every model's forward pass reads; its expert store adds to them.
 PASS_TOGGLES = ("batched_gemv_prefill", "prefill_steel", "prefill_rows_attention")
 
-SCORE_BYTES = 64 << 20
+SCORE_BYTES = 32 << 20
 """Attention scores of one layer and pass on a CPU, where MLX holds all of them: deep in a context
 a chunk is fed in smaller passes, so that memory is bounded by the chunk and not by the prompt.
 """
