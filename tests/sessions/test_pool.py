@@ -89,10 +89,10 @@ def test_decoding_allocates_nothing(name: str, installed: Callable[[str], Path])
         for i in range(200):
             runner.step(i % 50)
             active.append(mx.get_active_memory())
-        # A growing cache would add its rows, a copied one a whole buffer; masks and what is still
-        # in flight come and go.
-        assert max(active[150:]) <= max(active[50:100]) + 64
-        assert max(active[50:]) - min(active[50:]) <= 4096
+        # States and routed work that are still in flight come and go; caches add nothing.
+        in_flight = is_recurrent(runner) or runner.arch.num_experts > 0
+        assert max(active[50:]) - min(active[50:]) <= (4096 if in_flight else 0)
+        assert max(active[150:]) <= max(active[50:100])
         assert runner.buffer_allocations == buffers
         assert (runner.memory.kv, runner.memory.weights) == (memory.kv, memory.weights)
 

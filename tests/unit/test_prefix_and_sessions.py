@@ -57,6 +57,21 @@ def test_a_continuation_keeps_everything_and_a_divergence_rewinds():
     assert pool.live.record.tokens == [1, 2]
 
 
+def test_a_record_of_more_than_the_cache_holds_vouches_for_nothing():
+    pool = SessionPool(1, states)
+    feed(pool.live, [1, 2, 3, 4, 5])
+    pool.live.states.rewind(2)
+    assert pool.try_reuse([1, 2, 3, 4, 9]) == 0
+
+
+def test_the_snapshots_kept_are_the_two_newest_and_others_far_apart():
+    pool = SessionPool(1, lambda: states(FULL, RecurrentSpec(1, 4, 4, 3, 8)))
+    for count in (10, 10, 10, 5, 5, 60, 4, 4):
+        feed(pool.live, [0] * count)
+        pool.live.keep_snapshot()
+    assert [s.position for s in pool.live.snapshots] == [40, 100, 104, 108]
+
+
 def test_a_drafter_allows_only_a_pure_continuation():
     pool = SessionPool(1, states)
     feed(pool.live, [1, 2, 3])
