@@ -136,12 +136,16 @@ def test_ids_past_the_vocabulary_decode_to_nothing(tmp_path):
         ("tokenizer.json", "not json"),
         ("tokenizer_config.json", "{"),
         ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": 1.5}'),
+        ("generation_config.json", '{"eos_token_id": [[1]]}'),
         ("config.json", "{"),
+        ("config.json", '{"text_config": {"eos_token_id": "x"}}'),
+        ("chat_template.jinja", b"\xff"),
     ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path, name, content):
     write(tmp_path)
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ModelFormatError, match=name) as caught:
         Tokenizer.load(tmp_path)
     assert "\n" not in str(caught.value)

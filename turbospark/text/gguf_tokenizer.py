@@ -147,12 +147,12 @@ class _Vocabulary:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
-        self.model: str = self._get("model", "")
+        self.model = str(self._get("model", ""))
         if self.model not in MODELS:
             raise SourceError(
                 f"tokenizer.ggml.model is {self.model!r}; readable are {', '.join(MODELS)}"
             )
-        self.pre: str = self._get("pre", "default")
+        self.pre = str(self._get("pre", "default"))
         if self.model == "gpt2" and self.pre not in PRE_TOKENIZERS:
             raise SourceError(
                 f"tokenizer.ggml.pre is {self.pre!r}, an unknown way of cutting text into words; "
@@ -179,11 +179,12 @@ class _Vocabulary:
         id_ = self._get(f"{name}_token_id", None)
         if id_ is None or id_ == 0xFFFFFFFF:  # GGUF's "none"
             return None
-        if not 0 <= id_ < len(self.tokens):
+        if type(id_) is not int or not 0 <= id_ < len(self.tokens):
             raise SourceError(
-                f"tokenizer.ggml.{name}_token_id is {id_}, but there are {len(self.tokens)} tokens"
+                f"tokenizer.ggml.{name}_token_id is {id_!r}; expected a row of the "
+                f"{len(self.tokens)} tokens"
             )
-        return int(id_)
+        return id_
 
     # --- tokenizer.json ---------------------------------------------------------------------------
 

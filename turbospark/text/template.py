@@ -123,7 +123,8 @@ class ChatTemplate:
         if isinstance(configured, list):
             for entry in configured:
                 if isinstance(entry, dict) and entry.get("name") == "default":
-                    return cls(entry.get("template"), "tokenizer_config.json")
+                    text = entry.get("template")
+                    return cls(text if isinstance(text, str) else None, "tokenizer_config.json")
         if dialect in FALLBACKS:
             return cls(FALLBACKS[dialect], f"{dialect} fallback")
         return cls(None, f"{dialect} dialect")

@@ -67,15 +67,16 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
         except Exception as error:  # the Rust side raises nothing more specific
             raise ModelFormatError(f"{path}: not a tokenizer ({error})") from None
-        template = directory / "chat_template.jinja"
         if config_eos is None:
             model = _read_json(directory / "config.json")
-            config_eos = model.get("eos_token_id", model.get("text_config", {}).get("eos_token_id"))
+            text = model.get("text_config")
+            inner = text.get("eos_token_id") if isinstance(text, dict) else None
+            config_eos = model.get("eos_token_id", inner)
         return cls(
             backend,
             _read_json(directory / "tokenizer_config.json"),
             _read_json(directory / "generation_config.json"),
-            template.read_text("utf-8") if template.is_file() else None,
+            _read_text(directory / "chat_template.jinja"),
             config_eos,
         )
 
@@ -169,7 +170,9 @@ class Tokenizer:
         tokens = (self.eos_token, *dialect.end_of_turn, dialect.tool_stop, *dialect.stops)
         named = (self.token_to_id(token) for token in tokens if token)
         return frozenset(
-            {id_ for id_ in named if id_ is not None} | _ids(generation_eos) | _ids(config_eos)
+            {id_ for id_ in named if id_ is not None}
+            | _ids(generation_eos, "generation_config.json")
+            | _ids(config_eos, "config.json")
         )
 
 
@@ -178,13 +181,18 @@ def declared_stops(directory: str | Path, config_eos: int | Iterable[int] | None
     (`config_eos`) and its generation_config.json name.
     """
     generation = _read_json(Path(directory) / "generation_config.json").get("eos_token_id")
-    return dict.fromkeys(sorted(_ids(generation) | _ids(config_eos)), "eos")
+    ids = _ids(generation, "generation_config.json") | _ids(config_eos, "config.json")
+    return dict.fromkeys(sorted(ids), "eos")
 
 
-def _ids(value: int | Iterable[int] | None) -> set[int]:
-    if value is None:
-        return set()
-    return {value} if isinstance(value, int) else set(value)
+def _ids(value: Any, file: str) -> set[int]:
+    """`eos_token_id` of a file: an id, a list of them, or null."""
+    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if not all(type(id_) is int for id_ in ids):
+        raise ModelFormatError(
+            f"{file}: eos_token_id = {value!r:.80}; expected an integer or a list of integers"
+        )
+    return set(ids)
 
 
 def _content(token: Any) -> str | None:
@@ -194,11 +202,21 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str | None:
     if not path.is_file():
+        return None
+    try:
+        return path.read_text("utf-8")
+    except ValueError as error:
+        raise ModelFormatError(f"{path}: not UTF-8 ({error})") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    if text is None:
         return {}
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(text)
     except ValueError as error:
         raise ModelFormatError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
