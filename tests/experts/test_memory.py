@@ -118,3 +118,26 @@ def test_half_precision_on_a_cpu_is_refused_where_mlx_cannot_do_it(
         with Runner.open(installed("mlx-qwen3_moe-base-4bit"), options) as runner:
             runner.prefill([1, 2, 3])
             runner.step(4)
+
+
+SYNTH = """
+import json, sys
+from turbospark import synth
+before = peak()
+synth(
+    "qwen3_moe", sys.argv[1], layers=2, hidden=512, experts=128, top_k=4, expert_width=512,
+    bits=4, progress=False,
+)
+print(json.dumps(peak() - before))
+"""
+
+
+def test_synthetic_installs_of_any_size_are_written_in_little_memory(tmp_path: Path) -> None:
+    code = MEASURE.split("report =")[0] + SYNTH
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "m")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    written = sum(file.stat().st_size for file in (tmp_path / "m").rglob("*.bin"))
+    assert written > 100 * MIB
+    assert json.loads(done.stdout) < 40 * MIB
