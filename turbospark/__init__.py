@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from turbospark.loading import load
-
-__version__ = "0.1.0"
+from turbospark.version import __version__
 
 _EXPORTS = {
     "Runner": "turbospark.runner",

@@ -17,7 +17,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from turbospark import __version__
 from turbospark.conversion.gguf import CompanionOverflow, GGUFSource
 from turbospark.conversion.opening import Checkpoint, open_checkpoint
 from turbospark.conversion.quantize import (
@@ -38,6 +37,7 @@ from turbospark.dtypes import Format
 from turbospark.errors import TurbosparkError
 from turbospark.install.quant import quant_block
 from turbospark.install.staging import StagedInstall, check_destination
+from turbospark.version import __version__
 
 # Settings that describe the source's storage, which the install's index replaces.
 _STORAGE_KEYS = ("quantization", "quantization_config", "torch_dtype", "dtype")

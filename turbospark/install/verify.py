@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from turbospark.errors import (
 )
 from turbospark.install.files import check_size, contained, printable, read_json, regular_size
 from turbospark.install.manifest import MANIFEST_NAME, Manifest
+from turbospark.version import __version__
 
 RECEIPT_NAME = "verified-install.json"
 RECEIPT_CAP = 4 << 20
@@ -100,17 +100,10 @@ def receipt_bytes(
         "sourceRepoId": source_repo_id,
         "sourceRevision": source_revision,
         "verificationTimestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "toolVersion": _tool(),
+        "toolVersion": f"turbospark-python {__version__}",
         "files": {name: {"size": size, "sha256": sha} for name, (size, sha) in rows.items()},
     }
     return json.dumps(receipt, indent=1).encode()
-
-
-def _tool() -> str:
-    try:
-        return f"turbospark-python {version('turbospark')}"
-    except PackageNotFoundError:  # running from a source tree
-        return "turbospark-python"
 
 
 def write_receipt(directory: Path | str, manifest: Manifest) -> None:
