@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from turbospark.cache.pool import SessionPool
+from turbospark.cache.specs import CacheSpec
 from turbospark.cache.state import LayerStates
 from turbospark.counters import PhaseClock, PhaseCounters
 from turbospark.engine import Engine
@@ -119,50 +120,7 @@ class Runner:
             specs,
             values.get("max_position_embeddings"),
         )
-        device = mx.Device(mx.cpu if resolved.device == "cpu" else mx.gpu)
-        dtype = MX_DTYPES[resolved.dtype]
-        clock = PhaseClock()
-        toggles = LiveToggles(options.toggles, PASS_TOGGLES)
-        with mx.stream(device):
-            weights = Weights(
-                install.resident,
-                family.weight_shapes(config),
-                dtype,
-                expand=resolved.weights == "expanded",
-                unpack_rows=choices(device).unpack_rows,
-            )
-            store = None
-            if install.experts is not None:
-                store = open_experts(
-                    install.experts,
-                    options,
-                    family.expert_activation(config),
-                    toggles,
-                    clock,
-                    residency=resolved.expert_residency,
-                    slots=resolved.expert_cache_slots,
-                    device=device,
-                    dtype=dtype,
-                )
-            model = family.build(config, weights, store)
-            if store is not None:
-                toggles.add_effective(store.effective)
-            pool = SessionPool(
-                resolved.session_slots,
-                lambda: LayerStates(specs, resolved.max_context, dtype, options.swa_ring_capacity),
-            )
-        engine = Engine(
-            model,
-            store,
-            pool,
-            toggles,
-            device=device,
-            max_context=resolved.max_context,
-            prefill_chunk=resolved.prefill_chunk,
-            prefix_reuse=resolved.prefix_reuse,
-            clock=clock,
-            score_values=SCORE_BYTES // (4 * install.arch.num_heads) if device == mx.cpu else None,
-        )
+        engine, weights_bytes = _load(install, options, family, config, specs, resolved)
         eos = values.get("eos_token_id")
         tokenizer = Tokenizer.load(install.path, config_eos=eos)
         stops = tokenizer.stop_ids if tokenizer is not None else declared_stops(install.path, eos)
@@ -173,7 +131,7 @@ class Runner:
             family,
             install.arch,
             engine,
-            weights.nbytes,
+            weights_bytes,
             tokenizer,
             stops,
             install.manifest.sha256,
@@ -466,3 +424,59 @@ class Runner:
         finally:
             self._owner = None
             self._lock.release()
+
+
+def _load(
+    install: Install,
+    options: OpenOptions,
+    family: Family,
+    config: Any,
+    specs: list[CacheSpec],
+    resolved: Resolved,
+) -> tuple[Engine, int]:
+    """The engine of an install, and the bytes of the weights it holds."""
+    device = mx.Device(mx.cpu if resolved.device == "cpu" else mx.gpu)
+    dtype = MX_DTYPES[resolved.dtype]
+    clock = PhaseClock()
+    toggles = LiveToggles(options.toggles, PASS_TOGGLES)
+    with mx.stream(device):
+        weights = Weights(
+            install.resident,
+            family.weight_shapes(config),
+            dtype,
+            expand=resolved.weights == "expanded",
+            unpack_rows=choices(device).unpack_rows,
+        )
+        store = None
+        if install.experts is not None:
+            store = open_experts(
+                install.experts,
+                options,
+                family.expert_activation(config),
+                toggles,
+                clock,
+                residency=resolved.expert_residency,
+                slots=resolved.expert_cache_slots,
+                device=device,
+                dtype=dtype,
+            )
+        model = family.build(config, weights, store)
+        if store is not None:
+            toggles.add_effective(store.effective)
+        pool = SessionPool(
+            resolved.session_slots,
+            lambda: LayerStates(specs, resolved.max_context, dtype, options.swa_ring_capacity),
+        )
+    engine = Engine(
+        model,
+        store,
+        pool,
+        toggles,
+        device=device,
+        max_context=resolved.max_context,
+        prefill_chunk=resolved.prefill_chunk,
+        prefix_reuse=resolved.prefix_reuse,
+        clock=clock,
+        score_values=SCORE_BYTES // (4 * install.arch.num_heads) if device == mx.cpu else None,
+    )
+    return engine, weights.nbytes
