@@ -8,7 +8,9 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -289,3 +291,30 @@ def test_a_read_that_fails_for_one_of_several_experts_keeps_none(tmp_path: Path)
     held = store.store.layers[0].cache.held
     assert 5 not in held and 6 not in held and 0 in held and EMPTY in held
     store.ask(0, x, [[0, 1, 6]], weights)
+
+
+def test_an_interrupted_wait_ends_its_reads_before_it_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task still reading after Ctrl-C would write into a slot that belongs to another expert."""
+    layout = write_layout(tmp_path, uniform(1), 32)
+    expected = Store(layout, "resident")
+    store = Store(layout, slots=8)
+    asked = [request(np.random.default_rng(i), 1, range(8 * i, 8 * i + 8), 8) for i in range(2)]
+    real, slow = os.preadv, Event()
+
+    def lagging(fd: int, buffers: Any, offset: int) -> int:
+        slow.wait(0.2)
+        return real(fd, buffers, offset)
+
+    def interrupted(tasks: Any) -> Any:
+        monkeypatch.setattr(reader, "wait", wait)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lagging)
+        monkeypatch.setattr(reader, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.ask(0, *asked[0])
+    for ask in asked[::-1]:
+        assert np.array_equal(store.ask(0, *ask), expected.ask(0, *ask))

@@ -173,8 +173,7 @@ class RecordReader:
 
     def arrived(self, wanted: Wanted, tasks: Sequence[Sequence[Future[None]]]) -> list[int]:
         """Wait for what `start` began: indices of the records that are whole and right."""
-        # A cancelled task counts as pending until a thread picks it up.
-        wait([task for record in tasks for task in record if not task.cancelled()])
+        settle([task for record in tasks for task in record])
         good = []
         for i, ((expert, room), record) in enumerate(zip(wanted, tasks, strict=True)):
             if any(task.cancelled() for task in record):
@@ -217,9 +216,21 @@ class RecordReader:
 
 def finish(tasks: Sequence[Future[None]]) -> None:
     """Wait for every task, then raise the first failure."""
-    wait(tasks)
+    settle(tasks)
     for task in tasks:
         task.result()
+
+
+def settle(tasks: Sequence[Future[None]]) -> None:
+    """Wait until no task writes any more, also when the wait is interrupted (Ctrl-C): the memory
+    they fill may be given to others next.
+    """
+    try:
+        # A cancelled task counts as pending until a thread picks it up.
+        wait([task for task in tasks if not task.cancelled()])
+    except BaseException:
+        wait([task for task in tasks if not task.cancel()])
+        raise
 
 
 class DiskMeter:

@@ -261,7 +261,7 @@ class StreamedExperts:
         """End a background read, given what is really needed: wrong guesses not begun are dropped,
         what arrived whole is held from now on.
         """
-        ahead, state.prefetch = state.prefetch, None
+        ahead = state.prefetch
         if ahead is None:
             return
         with self.clock.phase("expert_io"):
@@ -270,6 +270,7 @@ class StreamedExperts:
                     if expert not in experts:
                         task.cancel()
             arrived = state.reader.arrived(ahead.wanted, ahead.tasks)
+        state.prefetch = None
         state.cache.publish(ahead.plan, arrived)
         hits = sum(ahead.plan.experts[i] in experts for i in arrived)
         self.clock.count("prefetch_hits", hits)
