@@ -104,6 +104,7 @@ class HubFiles:
 
     def __init__(self, repo: str, revision: str | None, folder: str = "") -> None:
         import huggingface_hub
+        import huggingface_hub.errors  # the package does not load it by itself
 
         self._hub: Any = huggingface_hub
         self.repo = repo

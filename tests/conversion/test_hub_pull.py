@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -257,6 +260,19 @@ def test_an_installed_model_is_not_pulled_again_unless_forced(hub: FakeHub) -> N
 def test_a_hub_that_does_not_answer_is_a_source_error(hub: FakeHub, failure: Exception) -> None:
     hub.failure = failure
     refused(hub, SourceError, f"owner/model: the Hub request failed: {failure}")
+
+
+def test_a_fresh_process_that_cannot_reach_the_hub_says_so_in_one_line(tmp_path: Path) -> None:
+    """Here the tests have loaded modules of the client that a user's process has not."""
+    found = subprocess.run(
+        [sys.executable, "-m", "turbospark", "pull", "owner/model"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TURBOSPARK_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.startswith("turbospark: owner/model: the Hub request failed: ")
+    assert found.stderr.count("\n") == 1
 
 
 def test_errors_of_the_client_itself_are_source_errors(hub: FakeHub) -> None:
