@@ -46,7 +46,7 @@ def main() -> None:
         messages = [{"role": "user", "content": question}]
         for event in runner.stream(messages, temperature=0, max_new_tokens=256):
             if isinstance(event, (Token, Tail)):
-                print(event.delta if isinstance(event, Token) else event.text, end="", flush=True)
+                print(event.delta, end="", flush=True)
             elif isinstance(event, Finished):
                 result = event.result
         print(f"\n\nmodel     {install.name} ({runner.resolved.model_type})")

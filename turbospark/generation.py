@@ -83,6 +83,11 @@ class Tail:
 
     text: str
 
+    @property
+    def delta(self) -> str:
+        """The same under a token's name, so that both can be printed alike."""
+        return self.text
+
 
 @dataclass(frozen=True)
 class GenerationResult:

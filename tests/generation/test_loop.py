@@ -248,6 +248,7 @@ def test_stop_strings_are_found_across_tokens_and_characters(tokenizer, text, st
 def test_what_only_began_like_a_stop_string_is_released_at_the_end(tokenizer):
     events, result = run(Script([*ids("go EN"), EOT]), tokenizer=tokenizer, stop="END")
     assert events[-2] == Tail("EN") and result.text == "go EN"
+    assert "".join(e.delta for e in events if isinstance(e, (Token, Tail))) == result.text
 
 
 def test_an_unfinished_character_is_flushed_once(tokenizer):
