@@ -253,7 +253,7 @@ class Runner:
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
             if self.tokenizer is None:
-                raise self._no_tokenizer("chat messages")
+                raise self._no_tokenizer("a list of chat messages")
             dated = {"now": self.options.chat_date, **template}
             return self.tokenizer.encode_chat(items, **dated)
         return items

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,7 +152,9 @@ def test_an_override_is_bits_a_group_a_mode_or_keep(text: str, expected: Any) ->
         (["convert", "s", "d", "--bits", "four"], "invalid int value: 'four'"),
         (["run", "m", "--ids", "1,b"], "'1,b' is not a list of token ids"),
         (["run", "m", "hi", "there"], "unrecognized arguments: there"),
-        (["run", "m", "hi", "--temp", "0"], "unrecognized arguments: --temp"),
+        (["run", "m", "hi", "--temp", "0"], "--temp 0 (did you mean --temperature?); see"),
+        (["run", "m", "hi", "--max_tokens=4"], "--max_tokens=4 (did you mean --max-new-tokens?)"),
+        (["run", "m", "hi", "--wombat"], "unrecognized arguments: --wombat; see"),
         (["synth", "llama", "d", "--set", "rope=x"], "'rope=x' is not KEY=JSON"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         ([], "COMMAND"),
@@ -198,9 +201,11 @@ def test_an_option_that_cannot_be_is_one_line_and_exit_code_2(
     [
         (["run", "tinny", "hi"], "neither a directory nor an installed model; installed: tiny"),
         (["info", "nothing"], "neither a directory nor an installed model"),
+        (["info", __file__], "is a file; an install is a directory, `turbospark convert` makes"),
+        (["info", str(Path(__file__).parent)], "a checkpoint is opened after `turbospark convert`"),
         (["rm", "nothing"], "no installed model is named 'nothing'"),
         (["convert", "absent", "d"], "absent: does not exist; expected a folder with"),
-        (["run", "wordless", "hi"], "chat messages needs a tokenizer"),
+        (["run", "wordless", "hi"], "a list of chat messages needs a tokenizer"),
         (["run", "tiny", "--messages-file", "absent.json"], "No such file or directory"),
         (["run", "tiny", "hi", "--max-context", "8", "--max-new", "9"], "exceeds max_context 8"),
         (["run", "tiny", "hi", "--max-context", "8"], "exceeds max_context 8"),

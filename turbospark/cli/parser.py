@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from turbospark import __version__
@@ -38,6 +39,17 @@ SIZES = (
 
 class Parser(argparse.ArgumentParser):
     """argparse's, with one line instead of the whole usage when an argument is wrong."""
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The base class's, with the flag that was probably meant."""
+        found, unknown = self.parse_known_intermixed_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0].replace("_", "-")
+            flags = list(self._option_string_actions) if word.startswith("--") else []
+            near = [f for f in flags if f.startswith(word)] or get_close_matches(word, flags, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

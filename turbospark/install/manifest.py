@@ -123,7 +123,8 @@ def read_manifest_bytes(directory: Path) -> bytes:
     if not mode(path):
         kind = "directory" if is_dir(directory) else "path"
         raise PartialInstallError(
-            f"{kind} {directory} has no {MANIFEST_NAME}: not an install, or never completed"
+            f"{kind} {directory} has no {MANIFEST_NAME}: not an install, or never completed; "
+            "a checkpoint is opened after `turbospark convert`"
         )
     return read_capped(contained(directory, MANIFEST_NAME, "install"), MANIFEST_CAP)
 

@@ -79,6 +79,11 @@ def resolve(name_or_path: str | Path) -> Path:
     wanted, models = _store_name(str(name_or_path)), _paths()
     if wanted in models:
         return models[wanted]
+    if path.is_file():
+        raise PartialInstallError(
+            f"'{printable(str(name_or_path))}' is a file; an install is a directory, "
+            "`turbospark convert` makes one from a checkpoint or a GGUF file"
+        )
     near = difflib.get_close_matches(wanted, models, n=3, cutoff=0.5) or sorted(models)[:5]
     hint = f"installed: {', '.join(near)}" if near else "no model is installed"
     raise PartialInstallError(
