@@ -17,12 +17,14 @@ import turbospark.install.staging as staging
 from turbospark.dtypes import Raw, affine
 from turbospark.errors import (
     InstallExistsError,
+    OptionError,
     PartialInstallError,
     SourceError,
     TurbosparkError,
     UnsupportedError,
 )
 from turbospark.install.arch import ArchConfig
+from turbospark.install.files import as_path
 from turbospark.install.opening import Install
 from turbospark.install.packed import RecordLayout
 from turbospark.install.planes import Planes, quantize
@@ -130,13 +132,12 @@ def test_a_failure_in_any_step_of_publishing_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(staging, step, fail)
-    with pytest.raises(OSError, match="No space"), StagedInstall(tmp_path / "new.gturbo") as s:
+    full = pytest.raises(TurbosparkError, match="cannot be written: No space")
+    with full, StagedInstall(tmp_path / "new.gturbo") as s:
         fill(s)
         s.publish(arch=DENSE, model_id="toy")
-    with (
-        pytest.raises(OSError, match="No space"),
-        StagedInstall(tmp_path / "old.gturbo", True) as s,
-    ):
+    full = pytest.raises(TurbosparkError, match="cannot be written: No space")
+    with full, StagedInstall(tmp_path / "old.gturbo", True) as s:
         fill(s, 2.0)
         s.publish(arch=DENSE, model_id="toy")
     monkeypatch.undo()
@@ -343,3 +344,28 @@ def test_stale_leftovers_of_other_names_are_left_alone(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "m", "m.partial-1.txt", "m.partial-x", "other.partial-1"
     ]  # fmt: skip
+
+
+def test_a_destination_below_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for dest in (tmp_path / "file" / "a", tmp_path / "file" / "a" / "b"):
+        with pytest.raises(TurbosparkError, match=f"{dest} cannot be written"), StagedInstall(dest):
+            pass
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_destination_named_like_a_staging_directory_is_refused(tmp_path: Path) -> None:
+    # It would never open, and the next conversion to `m` would remove it.
+    for name in ("m.partial-12", "m.replaced-12"):
+        with pytest.raises(OptionError, match="never opens"), StagedInstall(tmp_path / name):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "value", [None, 5, b"x", "a\0b", "x" * 300, "~no-such-user-here/x", "\ud800"]
+)
+def test_what_is_no_path_is_refused_by_option_and_value(value: object) -> None:
+    with pytest.raises(OptionError, match=r"^dest") as caught:
+        as_path(value, "dest")
+    assert "\n" not in str(caught.value)

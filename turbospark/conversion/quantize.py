@@ -37,8 +37,12 @@ class QuantRequest:
         cls, bits: int | None, group_size: int | None, mode: str, overrides: Overrides | None
     ) -> QuantRequest:
         """Check the options. Raises OptionError, UnsupportedError."""
+        if overrides is not None and not isinstance(overrides, Mapping):
+            raise OptionError(f"overrides={overrides!r}; expected a mapping of patterns")
         overrides = dict(overrides or {})
         for pattern, value in overrides.items():
+            if not isinstance(pattern, str):
+                raise OptionError(f"overrides: pattern {pattern!r}; expected a string")
             if value is not None:
                 _format(f"override {pattern!r}", value, "bfloat16")
         if bits is None and mode == "affine":
@@ -114,15 +118,20 @@ def _wanted(name: str, provider: Provider, request: QuantRequest) -> tuple[Forma
 
 
 def _format(what: str, settings: Mapping[str, Any], dtype: str) -> Quant:
+    if not isinstance(settings, Mapping):
+        raise OptionError(f"{what}: {settings!r}; expected bits, group_size, mode, or None")
     unknown = set(settings) - {"bits", "group_size", "mode"}
     if unknown:
         raise OptionError(f"{what}: unknown setting {sorted(unknown)[0]!r}; bits, group_size, mode")
     mode = settings.get("mode", "affine")
+    for key in ("bits", "group_size"):
+        if key in settings and type(settings[key]) is not int:
+            raise OptionError(f"{what}: {key}={settings[key]!r}; expected an integer")
     if mode == "affine":
         if "bits" not in settings:
             raise OptionError(f"{what}: affine quantization needs bits")
         return affine(settings["bits"], settings.get("group_size", 64), dtype)
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise OptionError(f"{what}: mode {mode!r} is unknown; affine, {', '.join(MODES)}")
     fmt = MODES[mode]
     for key, fixed in (("bits", fmt.bits), ("group_size", fmt.group_size)):

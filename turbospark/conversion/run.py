@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from tqdm import tqdm
 
 from turbospark.conversion.gguf import CompanionOverflow, GGUFSource
@@ -34,7 +35,9 @@ from turbospark.conversion.transfer import (
     write_resident,
 )
 from turbospark.dtypes import Format
-from turbospark.errors import TurbosparkError
+from turbospark.errors import SourceError, TurbosparkError
+from turbospark.install.arch import ArchConfig, validation_error
+from turbospark.install.files import as_path
 from turbospark.install.quant import quant_block
 from turbospark.install.staging import StagedInstall, check_destination
 from turbospark.version import __version__
@@ -78,12 +81,13 @@ def convert(
     once when it is complete; `force` replaces an existing one.
 
     Raises SourceError, UnsupportedError, UnsupportedArchitectureError, OptionError,
-    InstallExistsError, MissingDependencyError: all before any weight is read.
+    InstallExistsError, MissingDependencyError: all before any weight is read; TurbosparkError
+    when the install cannot be written.
     """
     request = QuantRequest.of(bits, group_size, mode, overrides)
-    dest = Path(dest).expanduser()
+    dest, source = as_path(dest, "dest"), as_path(source, "source")
     check_destination(dest, force)
-    with open_checkpoint(Path(source).expanduser()) as checkpoint:
+    with open_checkpoint(source) as checkpoint:
         while True:
             try:
                 return write_install(checkpoint, dest, request, force, progress, origin or Origin())
@@ -104,6 +108,7 @@ def write_install(
     """Write and publish the install of an opened checkpoint; returns `dest`."""
     source, plan = checkpoint.source, checkpoint.plan
     formats = choose_formats(plan, request)
+    arch = _arch(checkpoint)
     check_tied_head(source, plan)
     total = total_bytes(plan, formats)
     _check_space(dest, total)
@@ -117,13 +122,22 @@ def write_install(
             staged.write_sidecar(name, data)
         _warn_without_tokenizer(checkpoint)
         return staged.publish(
-            arch=checkpoint.family.arch(checkpoint.config),
+            arch=arch,
             model_id=origin.repo_id or source.path.name.removesuffix(".gguf"),
             quant=quant_block(quant_slots(formats, plan_matrices(checkpoint))),
             extension=_extension(checkpoint, formats, origin),
             source_repo_id=origin.repo_id,
             source_revision=origin.revision,
         )
+
+
+def _arch(checkpoint: Checkpoint) -> ArchConfig:
+    try:
+        return checkpoint.family.arch(checkpoint.config)
+    except ValidationError as error:
+        raise SourceError(
+            f"the configuration cannot be recorded: {validation_error('manifest.arch', error)}"
+        ) from None
 
 
 def _check_space(dest: Path, total: int) -> None:

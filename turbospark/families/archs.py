@@ -10,7 +10,7 @@ from typing import Any
 from turbospark.errors import UnsupportedError
 from turbospark.families.config import ConfigReader
 from turbospark.install.arch import ArchConfig
-from turbospark.layers.rope import scaling_kind
+from turbospark.layers.rope import check_scaling, scaling_kind
 
 PLAIN: dict[str, Any] = dict(
     final_logit_softcap=0.0,
@@ -35,17 +35,17 @@ def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
 
 
 def read_scaling(c: ConfigReader) -> dict[str, Any] | None:
-    """`rope_scaling` with its type checked; None when absent."""
+    """`rope_scaling` with its type and numbers checked; None when absent."""
     section = c.section("rope_scaling")
     scaling = None if section is None else dict(section.values)
-    scaling_kind(scaling)
+    check_scaling(scaling)
     return scaling
 
 
 def read_yarn(c: ConfigReader) -> dict[str, Any] | None:
     """`rope_scaling` of a family that knows YaRN alone; None without scaling."""
     scaling = c.section("rope_scaling")
-    kind = "default" if scaling is None else scaling_kind(dict(scaling.values))
+    kind = "default" if scaling is None else check_scaling(dict(scaling.values))
     if scaling is None or kind == "default":
         return None
     if kind != "yarn":

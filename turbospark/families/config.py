@@ -92,16 +92,36 @@ class ConfigReader:
             raise self._bad(key, value, "a whole number")
         if value < minimum:
             raise self._bad(key, value, f"at least {minimum}")
+        if value >= 2**63:
+            raise self._bad(key, value, "a number below 2^63")
         return int(value)
 
-    def float(self, key: builtins.str, default: builtins.float | None = None) -> builtins.float:
-        """A finite number."""
+    def float(
+        self,
+        key: builtins.str,
+        default: builtins.float | None = None,
+        minimum: builtins.float = -math.inf,
+    ) -> builtins.float:
+        """A finite number >= minimum."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._bad(key, value, "a number")
         if not math.isfinite(value):
             raise self._bad(key, value, "a finite number")
+        if value < minimum:
+            raise self._bad(key, value, f"at least {minimum:g}")
         return float(value)
+
+    def theta(self, key: builtins.str, default: builtins.float | None = None) -> builtins.float:
+        """The base of rotary frequencies: a number above 1."""
+        value = self.float(key, default)
+        if value <= 1:
+            raise self._bad(key, value, "a number above 1")
+        return value
+
+    def eps(self, key: builtins.str, default: builtins.float | None = None) -> builtins.float:
+        """What a norm adds to a mean square: a number >= 0."""
+        return self.float(key, default, minimum=0)
 
     def bool(self, key: builtins.str, default: builtins.bool | None = None) -> builtins.bool:
         """true or false."""

@@ -98,7 +98,7 @@ def read_config(c: ConfigReader) -> Config:
         layer_types=types,
         kinds={SLIDING: _kind(c, SLIDING, window), FULL: _kind(c, FULL, None)},
         query_pre_attn_scalar=c.float("query_pre_attn_scalar", 256.0),
-        rms_norm_eps=c.float("rms_norm_eps", 1e-6),
+        rms_norm_eps=c.eps("rms_norm_eps", 1e-6),
         max_position_embeddings=c.int("max_position_embeddings", 131072),
         final_logit_softcapping=c.float("final_logit_softcapping", 0.0),
         tie_word_embeddings=c.bool("tie_word_embeddings", True),
@@ -110,9 +110,9 @@ def _kind(c: ConfigReader, name: str, window: int | None) -> Kind:
     """Hub files have one `rope_theta` and `rope_scaling` for full layers, v5 files a section."""
     if name == FULL:
         scaling = c.section("rope_scaling") or ConfigReader({})
-        flat = {**scaling.values, "rope_theta": c.float("rope_theta", 1e6)}
+        flat = {**scaling.values, "rope_theta": c.theta("rope_theta", 1e6)}
     else:
-        flat = {"rope_theta": c.float("rope_local_base_freq", 1e4)}
+        flat = {"rope_theta": c.theta("rope_local_base_freq", 1e4)}
     section = c.section("rope_parameters")
     if section is not None:
         own = section.section(name) or ConfigReader({})

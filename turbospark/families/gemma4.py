@@ -119,7 +119,7 @@ def read_config(c: ConfigReader) -> Config:
         attention_k_eq_v=c.bool("attention_k_eq_v", False),
         sources=read_sources(c, types),
         use_double_wide_mlp=c.bool("use_double_wide_mlp", False),
-        rms_norm_eps=c.float("rms_norm_eps", 1e-6),
+        rms_norm_eps=c.eps("rms_norm_eps", 1e-6),
         max_position_embeddings=c.int("max_position_embeddings", 262144 if unified else 131072),
         final_logit_softcapping=c.float("final_logit_softcapping", 0.0),
         tie_word_embeddings=c.bool("tie_word_embeddings", True),

@@ -14,7 +14,7 @@ import numpy as np
 from turbospark.cache.specs import CacheSpec, FullSpec, RingSpec, SharedSpec
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.families.config import ConfigReader
-from turbospark.layers.rope import Rope, make_rope
+from turbospark.layers.rope import Rope, check_scaling, make_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -64,7 +64,7 @@ def layer_specs(
 
 
 def read_rope(c: ConfigReader, name: str, supported: tuple[str, ...]) -> dict[str, Any]:
-    """The rope of one kind, in a section named after it; its type is checked."""
+    """The rope of one kind, in a section named after it; its type and numbers are checked."""
     rope = c.section(name)
     if rope is None:
         raise SourceError(f"{c.where}: required key {name} is missing")
@@ -72,7 +72,8 @@ def read_rope(c: ConfigReader, name: str, supported: tuple[str, ...]) -> dict[st
     rope.expect(key, *supported)
     if rope.str(key, "default") != "proportional":
         rope.expect("partial_rotary_factor", 1.0)
-    return dict(rope.values, rope_theta=rope.float("rope_theta"))
+    check_scaling(dict(rope.values), proportional=True)
+    return dict(rope.values, rope_theta=rope.theta("rope_theta"))
 
 
 def override_shape(

@@ -17,7 +17,7 @@ from turbospark.cache.specs import CacheSpec, FullSpec, RingSpec
 from turbospark.cache.state import LayerStates
 from turbospark.errors import UnsupportedError
 from turbospark.experts.base import ExpertStore
-from turbospark.families.archs import PLAIN, check_heads, yarn_from_arch, yarn_to_arch
+from turbospark.families.archs import PLAIN, check_heads, read_scaling, yarn_from_arch, yarn_to_arch
 from turbospark.families.base import Capabilities, ExpertShape, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.gguf import gguf_base_config, gguf_name
@@ -82,10 +82,6 @@ def read_config(c: ConfigReader) -> Config:
     kv_heads = c.int("num_key_value_heads", heads)
     head_dim = c.int("head_dim", hidden // heads)
     check_heads(c.where, heads, kv_heads, head_dim)
-    section = c.section("rope_scaling")
-    scaling = None if section is None else dict(section.values)
-    if section is not None and scaling_kind(scaling) not in ("default", "factors"):
-        section.float("factor")
     attention_bias = kind == "qwen2" or c.bool("attention_bias", False)
     return Config(
         model_type=kind,
@@ -96,9 +92,9 @@ def read_config(c: ConfigReader) -> Config:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=c.float("rms_norm_eps", _EPS.get(kind, 1e-6)),
-        rope_theta=c.float("rope_theta", _THETA.get(kind, 1e4)),
-        rope_scaling=scaling,
+        rms_norm_eps=c.eps("rms_norm_eps", _EPS.get(kind, 1e-6)),
+        rope_theta=c.theta("rope_theta", _THETA.get(kind, 1e4)),
+        rope_scaling=read_scaling(c),
         max_position_embeddings=c.int("max_position_embeddings", 2048),
         windows=_windows(c, kind, layers),
         qkv_bias=attention_bias,
@@ -145,7 +141,7 @@ def _experts(c: ConfigReader, kind: str, layers: int) -> dict[str, Any]:
     else:
         width, normalize = c.int("moe_intermediate_size"), c.bool("norm_topk_prob", False)
         step = c.int("decoder_sparse_step", 1)
-        dense = set(c.list("mlp_only_layers") or ())
+        dense = c.list("mlp_only_layers") or []
         sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
     return dict(
         num_experts=count,

@@ -91,7 +91,7 @@ def read_config(c: ConfigReader) -> Config:
     heads, kv_heads = c.int("num_attention_heads", 32), c.int("num_key_value_heads", 2)
     head_dim = c.int("head_dim", 128)
     check_heads(c.where, heads, kv_heads, head_dim)
-    theta = c.float("rope_theta", 1e4)
+    theta = c.theta("rope_theta", 1e4)
     return Config(
         vocab_size=c.int("vocab_size", 202048),
         hidden_size=c.int("hidden_size", 6656),
@@ -100,8 +100,8 @@ def read_config(c: ConfigReader) -> Config:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=c.float("rms_norm_eps", RMS_EPS),
-        post_norm_eps=c.float("post_norm_eps", POST_NORM_EPS),
+        rms_norm_eps=c.eps("rms_norm_eps", RMS_EPS),
+        post_norm_eps=c.eps("post_norm_eps", POST_NORM_EPS),
         rope_theta=theta,
         max_position_embeddings=c.int("max_position_embeddings", 131072),
         sliding_window=c.int("sliding_window", 2048),

@@ -85,7 +85,7 @@ def read_config(c: ConfigReader) -> Config:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=c.float("rms_norm_eps", RMS_EPS),
+        rms_norm_eps=c.eps("rms_norm_eps", RMS_EPS),
         max_position_embeddings=c.int("max_position_embeddings", 8192),
         sliding_window=c.int("sliding_window"),
         layer_types=tuple(kinds),
@@ -109,7 +109,7 @@ def _rope(c: ConfigReader, kind: str, head_dim: int) -> RopeConfig:
             f"{rope.where}: partial_rotary_factor = {factor} rotates {dims} of {head_dim} "
             "dimensions; supported: an even number of them"
         )
-    return RopeConfig(rope.float("rope_theta", 1e4), dims)
+    return RopeConfig(rope.theta("rope_theta", 1e4), dims)
 
 
 def arch(c: Config) -> ArchConfig:

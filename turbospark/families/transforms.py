@@ -11,13 +11,22 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark.dtypes import Raw
+from turbospark.errors import SourceError
 from turbospark.install.planes import Planes
 
 
 def rows_of_heads(heads: int, width: int, part: range) -> Callable[[Planes], Planes]:
     """Of every head's `width` consecutive rows, those in `part`; bytes unchanged."""
-    index = (np.arange(heads)[:, None] * width + np.array(part)).reshape(-1)
-    return lambda planes: planes.rows(mx.array(index.astype(np.uint32)))
+
+    def chosen(planes: Planes) -> Planes:
+        if planes.shape[0] != heads * width:  # a config may claim more than memory holds
+            raise SourceError(
+                f"a tensor of {planes.shape[0]} rows does not hold {heads} heads of {width} rows"
+            )
+        index = (np.arange(heads)[:, None] * width + np.array(part)).reshape(-1)
+        return planes.rows(mx.array(index.astype(np.uint32)))
+
+    return chosen
 
 
 def join_heads(planes: Planes) -> Planes:

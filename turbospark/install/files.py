@@ -14,7 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from turbospark.errors import FileSizeError, IndexCorruptError, MissingFileError, ReadError
+from turbospark.errors import (
+    FileSizeError,
+    IndexCorruptError,
+    MissingFileError,
+    OptionError,
+    ReadError,
+)
 
 PAGE = 16384
 """Alignment of everything that may one day be mapped: Apple's page size."""
@@ -161,6 +167,26 @@ def printable(text: str) -> str:
 
 
 # --- paths ----------------------------------------------------------------------------------------
+
+
+def as_path(value: Any, what: str) -> Path:
+    """The path a caller gave as option `what`, ~ expanded; nothing need exist there.
+
+    Raises OptionError for what is no path and for what no file system takes.
+    """
+    try:
+        path = Path(value).expanduser()
+    except (TypeError, RuntimeError) as err:  # RuntimeError: ~ of an unknown user
+        raise OptionError(f"{what}={printable(repr(value))} is not a path: {err}") from None
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as err:
+        raise OptionError(f"{what} '{printable(str(path))}': {err.strerror}") from None
+    except ValueError as err:  # a NUL, a lone surrogate
+        raise OptionError(f"{what}={printable(repr(value))} is not a path: {err}") from None
+    return path
 
 
 def mode(path: Path) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turbospark.errors import InstallExistsError, OptionError, PartialInstallError
-from turbospark.install.files import printable
+from turbospark.install.files import as_path, printable
 from turbospark.install.staging import is_install
 
 SUFFIX = ".gturbo"
@@ -71,9 +71,9 @@ def _store_name(name: str) -> str:
 def resolve(name_or_path: str | Path) -> Path:
     """The directory of a model: an existing directory wins, then the name of an installed model.
 
-    Raises PartialInstallError that lists near names.
+    Raises PartialInstallError that lists near names, OptionError for what is no path.
     """
-    path = Path(name_or_path).expanduser()
+    path = as_path(name_or_path, "model")
     if path.is_dir():
         return path
     wanted, models = _store_name(str(name_or_path)), _paths()

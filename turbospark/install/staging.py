@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from turbospark.errors import InstallExistsError, SourceError, TurbosparkError
+from turbospark.errors import InstallExistsError, OptionError, SourceError, TurbosparkError
 from turbospark.install.arch import ArchConfig
 from turbospark.install.files import check_relative, parse_json, sync_path, write_file
 from turbospark.install.manifest import (
@@ -23,7 +23,7 @@ from turbospark.install.manifest import (
     manifest_bytes,
     read_manifest_bytes,
 )
-from turbospark.install.opening import Install
+from turbospark.install.opening import STAGING_NAME, Install
 from turbospark.install.packed import PackedWriter
 from turbospark.install.resident import FILE_NAME, ResidentWriter
 from turbospark.install.verify import RECEIPT_NAME, receipt_bytes, sha256_file
@@ -47,22 +47,27 @@ class StagedInstall:
 
     def __enter__(self) -> StagedInstall:
         check_destination(self.dest, self.force)
-        self.dest.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(self.dest)
+        try:
+            self.dest.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale(self.dest)
+            self._make_directory()
+            self._lock = _lock(self.path)
+            self.resident = ResidentWriter(self.path / FILE_NAME)
+            self.experts = PackedWriter(self.path)
+        except BaseException as err:
+            self._discard()
+            if isinstance(err, OSError):
+                raise _unwritable(self.dest, err) from err
+            raise
+        return self
+
+    def _make_directory(self) -> None:
         try:
             self.path.mkdir()
         except FileExistsError:
             raise InstallExistsError(
                 f"{self.dest} is being written by another conversion in {self.path.name}"
             ) from None
-        self._lock = _lock(self.path)
-        try:
-            self.resident = ResidentWriter(self.path / FILE_NAME)
-            self.experts = PackedWriter(self.path)
-        except BaseException:
-            self._discard()
-            raise
-        return self
 
     def __exit__(
         self,
@@ -73,6 +78,8 @@ class StagedInstall:
         self.resident.abort()
         self.experts.abort()
         self._discard()
+        if isinstance(error, OSError):  # sources raise SourceError, so this was a write
+            raise _unwritable(self.dest, error) from error
 
     def write_sidecar(self, name: str, data: bytes) -> None:
         """Add a small file beside the weights (tokenizer.json, ...); not part of `files{}`."""
@@ -158,8 +165,18 @@ def is_install(path: Path) -> bool:
         return False
 
 
+def _unwritable(dest: Path, err: OSError) -> TurbosparkError:
+    return TurbosparkError(
+        f"{dest} cannot be written: {err.strerror or type(err).__name__}; nothing was installed"
+    )
+
+
 def check_destination(dest: Path, force: bool) -> None:
     """Refuse a destination that exists, unless `force` and it is an install or an empty folder."""
+    if STAGING_NAME.search(dest.name):
+        raise OptionError(
+            f"{dest} is named like a conversion in progress, which never opens; choose another name"
+        )
     if not os.path.lexists(dest):
         return
     if dest.is_symlink() or not dest.is_dir():

@@ -94,11 +94,48 @@ def scaling_kind(scaling: dict[str, Any] | None, proportional: bool = False) -> 
     """
     scaling = scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    kind = {"mrope": "default", "none": "default"}.get(kind, kind)
+    kind = "default" if kind in ("mrope", "none") else kind
     if kind not in SCALINGS and not (proportional and kind == "proportional"):
         raise UnsupportedError(
             f"config.json: rope_scaling type {kind!r} is not supported; "
             f"supported: {', '.join(SCALINGS[:-1])}"
+        )
+    return kind
+
+
+_NUMBERS: dict[str, dict[str, float | None]] = {
+    "linear": {"factor": None},
+    "llama3": {
+        "factor": None,
+        "low_freq_factor": None,
+        "high_freq_factor": None,
+        "original_max_position_embeddings": 1.0,
+    },
+    "yarn": {
+        "factor": None,
+        "original_max_position_embeddings": 1.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 1.0,
+    },
+    "proportional": {"factor": 1.0, "partial_rotary_factor": 1.0},
+}
+"""What each scaling reads; None where there is no default."""
+
+
+def check_scaling(scaling: dict[str, Any] | None, proportional: bool = False) -> str:
+    """`scaling_kind`, with the numbers that `make_rope` will read checked too."""
+    kind = scaling_kind(scaling, proportional)
+    numbers = {
+        key: _number(scaling or {}, key, default) for key, default in _NUMBERS.get(kind, {}).items()
+    }
+    for key in ("mscale", "mscale_all_dim"):
+        if kind == "yarn" and (scaling or {}).get(key):
+            _number(scaling or {}, key)
+    if kind == "llama3" and numbers["low_freq_factor"] == numbers["high_freq_factor"]:
+        raise SourceError(
+            "config.json: rope_scaling: low_freq_factor and high_freq_factor are both "
+            f"{numbers['low_freq_factor']}; expected two different numbers"
         )
     return kind
 
@@ -124,9 +161,11 @@ def _number(scaling: dict[str, Any], key: str, default: float | None = None) -> 
     value = scaling.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if value is None:
+        raise SourceError(f"config.json: rope_scaling: required key {key} is missing")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**63:
         raise SourceError(
-            f"config.json: rope_scaling.{key} = {value!r}; expected a positive number"
+            f"config.json: rope_scaling: {key} = {value!r}; expected a positive number below 2^63"
         )
     return float(value)
 
