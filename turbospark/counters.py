@@ -165,8 +165,12 @@ class PhaseClock:
         self._open.append(name)
         self._mark = now
 
-    def _exit(self, name: str) -> None:
+    def _exit(self, name: str, failed: bool) -> None:
         now = perf_counter_ns()
+        if failed and name in self._open:
+            # An interrupt can strike between an inner phase's opening and its block.
+            while self._open[-1] != name:
+                self._open.pop()
         if not self._open or self._open[-1] != name:
             raise RuntimeError(
                 f"phase {name!r} closed while {self._open} are open; "
@@ -189,5 +193,5 @@ class _Phase:
     def __enter__(self) -> None:
         self._clock._enter(self._name)
 
-    def __exit__(self, *_: object) -> None:
-        self._clock._exit(self._name)
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._clock._exit(self._name, kind is not None)

@@ -55,6 +55,16 @@ def test_a_generator_that_yields_inside_a_phase_is_caught(ticking):
         next(steps)
 
 
+def test_an_interrupt_between_the_opening_of_a_phase_and_its_block_gets_out():
+    clock = PhaseClock()
+    with pytest.raises(KeyboardInterrupt), clock.phase("loop"):
+        clock.phase("build").__enter__()  # its block, and so its exit, is never reached
+        raise KeyboardInterrupt
+    with clock.phase("loop"):
+        pass
+    assert clock._open == []
+
+
 def test_a_delta_is_the_difference_and_none_stays_none():
     clock = PhaseClock()
     clock.count("calls", 3)
