@@ -46,6 +46,9 @@ class ContextOverflowError(TurbosparkError):
             "shorten the prompt, lower max_new_tokens or open with a larger max_context"
         )
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.prompt_tokens, self.max_new_tokens, self.max_context)
+
 
 class TokenIdError(TurbosparkError):
     """A token id outside the model's vocabulary."""
@@ -125,6 +128,9 @@ class ArchMismatchError(ModelFormatError):
         self.expected = expected
         self.actual = actual
         super().__init__(f"manifest.arch.{field} = {_debug(actual)}; expected {_debug(expected)}")
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.field, self.expected, self.actual)
 
 
 class ExpertStrideError(ModelFormatError):

@@ -92,6 +92,15 @@ class FrozenOptions(BaseModel):
             )
 
     @classmethod
+    def of(cls: type[_Self], options: _Self | None) -> _Self:
+        """What a caller gave as `options`, or the defaults for None. Raises OptionError."""
+        if options is None:
+            return cls()
+        if not isinstance(options, cls):
+            raise OptionError(f"options={short(options)} is not valid; works: {cls.__name__}(...)")
+        return options
+
+    @classmethod
     def model_validate(cls: type[_Self], obj: Any, **kwargs: Any) -> _Self:
         """pydantic's, with `OptionError` for every failure."""
         try:

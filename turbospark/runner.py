@@ -6,11 +6,11 @@ token is made (`engine`), chosen (`sampling`) or spelled (`text`).
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +21,10 @@ from turbospark.cache.state import LayerStates
 from turbospark.counters import PhaseClock, PhaseCounters
 from turbospark.engine import Engine
 from turbospark.errors import (
+    OptionError,
     RunnerBusyError,
     RunnerClosedError,
+    TokenIdError,
     TokenizerMissingError,
     UnsupportedError,
 )
@@ -39,6 +41,7 @@ from turbospark.kernels.choices import choices
 from turbospark.layers.weights import Weights
 from turbospark.memory import MemoryReport
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
+from turbospark.policies import short
 from turbospark.resolve import Resolved, resolve, resolve_context
 from turbospark.text.tokenizer import Tokenizer, declared_stops
 
@@ -91,6 +94,7 @@ class Runner:
         self._weights_bytes = weights_bytes
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._process = os.getpid()
 
     @classmethod
     def open(cls, model: str | Path, options: OpenOptions | None = None) -> Runner:
@@ -99,7 +103,7 @@ class Runner:
         Everything that can be refused is refused here: raises ModelFormatError and its subclasses
         for the files, OptionError and UnsupportedError for the options.
         """
-        options = options or OpenOptions()
+        options = OpenOptions.of(options)
         path = resolve_path(model)
         install = Install.open(path, expecting=options.expecting, verify=options.verify)
         try:
@@ -216,7 +220,9 @@ class Runner:
         `changes` are GenerationOptions fields. Refusals are raised by this call, not by the
         iterator.
         """
-        chosen = (options or GenerationOptions()).replace(**changes)
+        chosen = GenerationOptions.of(options).replace(**changes)
+        if cancel is not None and not callable(cancel):
+            raise OptionError(f"cancel={short(cancel)}; expected a function without arguments")
         engine = self._open_engine()
         tokens = engine.check(self.encode(prompt))
         admit(engine, tokens, chosen, self.tokenizer)
@@ -250,7 +256,12 @@ class Runner:
             if self.tokenizer is None:
                 raise self._no_tokenizer("a text prompt")
             return self.tokenizer.encode(prompt)
-        items: list[Any] = list(prompt)
+        try:
+            items: list[Any] = list(prompt)
+        except TypeError:
+            raise TokenIdError(
+                f"prompt={short(prompt)}; expected a text, a list of messages or of token ids"
+            ) from None
         if items and isinstance(items[0], Mapping):
             if self.tokenizer is None:
                 raise self._no_tokenizer("a list of chat messages")
@@ -369,7 +380,9 @@ class Runner:
         cause = self._family.capabilities.prefix_reuse
         if enabled and cause is not None:
             raise UnsupportedError(f"prefix_reuse: not by family {self._family.name}: {cause}")
-        self._open_engine().prefix_reuse = bool(enabled)
+        if not isinstance(enabled, bool):
+            raise OptionError(f"prefix_reuse={short(enabled)} is not valid; works: True or False")
+        self._open_engine().prefix_reuse = enabled
 
     # --- lifetime ---------------------------------------------------------------------------------
 
@@ -383,12 +396,7 @@ class Runner:
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._engine is None:
             return
         try:
@@ -396,6 +404,11 @@ class Runner:
         except RunnerBusyError:
             if kind is None:  # an error on its way out says more than an open stream
                 raise
+
+    def __reduce__(self) -> str:
+        raise UnsupportedError(
+            f"a Runner cannot be copied or pickled; open {self.path} again where it is needed"
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._engine is None else f"position {self._engine.position}"
@@ -405,11 +418,16 @@ class Runner:
         engine = self._engine
         if engine is None:
             raise RunnerClosedError(f"{self.path.name} is closed; open it again")
+        if self._process != os.getpid():  # MLX's threads stay behind: a pass would never end
+            raise UnsupportedError(
+                f"{self.path.name} was opened before this process was forked; open it here"
+            )
         return engine
 
     @contextmanager
     def _exclusive(self) -> Iterator[Engine]:
         """The engine for one caller at a time."""
+        self._open_engine()  # a fork may have left the lock held for ever
         me = threading.get_ident()
         if not self._lock.acquire(blocking=False):
             if self._owner == me:
