@@ -159,7 +159,7 @@ def test_only_what_the_body_reads_is_taken() -> None:
 
 def test_each_kernel_gets_what_it_is_for() -> None:
     def chosen(where: str, fmt: Quant, dtype: mx.Dtype, rows: int = 1) -> str | None:
-        best = plan(where, fmt, 64, (rows, 256), dtype, Around())
+        best = plan(where, fmt, 64, (rows, 256), dtype, Around().parts)
         return None if best is None else best.kernel.name
 
     assert chosen("cuda", Q4, mx.bfloat16) == "qmv_matrix"

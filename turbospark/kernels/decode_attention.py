@@ -50,7 +50,13 @@ class Tuning:
     splits: int = 32
 
 
-TUNED = {"cuda": Tuning()}
+def tuned(where: str, kv: int) -> Tuning | None:
+    """How the kernels run for `kv` key heads on back end `where`; None where they are not used.
+
+    One H200, GPU time of both launches: 8 heads of 128, groups of 4: 512 keys 8 us, 8k 21, 32k 63,
+    128k 225 with 32 splits; 4 heads, groups of 8: 4k 15 us with 64 splits, 19 with 32.
+    """
+    return Tuning(4, max(16, min(64, 256 // kv))) if where == "cuda" else None
 
 
 # --- reference ------------------------------------------------------------------------------------
@@ -379,8 +385,8 @@ def decode_attention(
 ) -> mx.array:
     """`decode_attention_reference`, by the kernels where they are tuned and take the shapes."""
     where = backend(mx.default_device())
-    if where not in TUNED or not takes(q, keys, values):
+    tuning = tuned(where, keys.shape[1])
+    if tuning is None or not takes(q, keys, values):
         return decode_attention_reference(q, keys, values, length, rules, sinks)
-    tuning = TUNED[where]
     o, ml = launch_partial(q, keys, values, length, rules, tuning).run(where)
     return launch_combine(q, o, ml, keys.shape[2], sinks, tuning).run(where)[0]

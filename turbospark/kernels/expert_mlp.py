@@ -34,8 +34,11 @@ __all__ = [
 ]
 
 MAX_TOKENS = 8
-MATRIX = {"cuda": expert_matrix.Tuning()}
-SCALAR = {"cuda": expert_scalar.Tuning()}
+# One H200, GPU time, one token, 8 of 128 experts of 2048 x 768: gate and up 7.7 us, down 6.9;
+# without the matrix unit 8.4 and 6.8.
+GATE_UP = {"cuda": expert_matrix.Tuning(tiles=2, simdgroups=4)}
+DOWN = {"cuda": expert_matrix.Tuning(tiles=1, simdgroups=8)}
+SCALAR = {"cuda": expert_scalar.Tuning(rows=2, simdgroups=8)}
 
 
 def takes(experts: Experts, tokens: int) -> bool:
@@ -56,10 +59,10 @@ def expert_mlp(
     where = backend(mx.default_device())
     if not takes(experts, x.shape[0]):
         return expert_mlp_reference(x, slots, weights, experts, around)
-    if where in MATRIX and expert_matrix.takes(experts, x.dtype, around.norm is not None):
-        matrix = MATRIX[where]
-        h = expert_matrix.launch_gate_up(x, slots, experts, around, matrix).run(where)[0]
-        down = expert_matrix.launch_down(h, slots, weights, experts, around, x.dtype, matrix)
+    if where in GATE_UP and expert_matrix.takes(experts, x.dtype, around.norm is not None):
+        h = expert_matrix.launch_gate_up(x, slots, experts, around, GATE_UP[where]).run(where)[0]
+        tuning = DOWN[where]
+        down = expert_matrix.launch_down(h, slots, weights, experts, around, x.dtype, tuning)
     elif where in SCALAR:
         scalar = SCALAR[where]
         h = expert_scalar.launch_gate_up(x, slots, experts, around, scalar).run(where)[0]

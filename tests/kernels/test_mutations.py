@@ -1,0 +1,257 @@
+"""Bugs planted one at a time in every kernel; each must be found by the emulator or the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import test_decode_attention as attention
+import test_expert_mlp as experts
+import test_qmv as qmv
+import test_rope_kv as rope
+import test_router_topk as router
+from cases import error, floats, normal
+from emulator import EmulationError, emulate
+
+from turbospark.dtypes import affine
+from turbospark.kernels import (
+    decode_attention,
+    expert_matrix,
+    expert_scalar,
+    qmv_matrix,
+    qmv_scalar,
+    rope_kv,
+    router_topk,
+)
+from turbospark.kernels.source import Launch
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A launch, what its outputs must come to, and how near."""
+
+    launch: Launch
+    want: np.ndarray
+    tolerance: float
+    finish: Callable[[list[np.ndarray]], np.ndarray] = operator.itemgetter(0)
+
+    def passes(self, launch: Launch) -> bool:
+        for seed in (0, 3):
+            try:
+                got = self.finish(emulate(launch, seed).outputs)
+            except EmulationError:
+                return False
+            if not error(got, self.want) < self.tolerance:
+                return False
+        return True
+
+
+def scalar() -> Trial:
+    fmt, glu = affine(4, 32, "float32"), {"glu": "silu"}
+    case = qmv.Case(3, 2 * 11, 1120, fmt, parts="norm bias glu residual", extra=glu)
+    x, w, around = case.inputs()
+    run = qmv_scalar.launch(x, w.fmt, w.weight, w.scales, w.biases, around, case.tuning)
+    return Trial(run, qmv.loop(x, w, around), 1e-5)
+
+
+def matrix() -> Trial:
+    case = qmv.Case(3, 37, 1024, affine(4, 64), mx.bfloat16, parts="norm residual")
+    x, w, around = case.inputs()
+    tuning = qmv_matrix.Tuning(1, 2)
+    run = qmv_matrix.launch(x, w.fmt, w.weight, w.scales, w.biases, around, tuning)
+    return Trial(run, qmv.loop(x, w, around), 5e-3)
+
+
+def partial() -> Trial:
+    tuning = decode_attention.Tuning(2, 3)
+    return merging(attention.Case(2, 2, 64, 70, 96, rows=2, window=50, tuning=tuning))
+
+
+def ring() -> Trial:
+    tuning = decode_attention.Tuning(2, 3)
+    return merging(attention.Case(1, 2, 64, 300, 90, window=88, ring=True, tuning=tuning))
+
+
+def merging(case: attention.Case) -> Trial:
+    """The first launch, its splits merged in float64."""
+    q, k, v = case.inputs()
+    length = mx.array([case.length], dtype=mx.int32)
+    run = decode_attention.launch_partial(q, k, v, length, case.rules, case.tuning)
+
+    def merged(outputs: list[np.ndarray]) -> np.ndarray:
+        o, ml = outputs
+        weights = np.exp(ml[..., 0] - ml[..., 0].max(-1, keepdims=True))
+        values = np.where(weights[..., None] > 0, o, 0.0) * weights[..., None]
+        out = values.sum(1) / (weights * ml[..., 1]).sum(1)[:, None]
+        heads = case.kv * case.group
+        return out.reshape(heads, case.rows, 64).swapaxes(0, 1).reshape(1, case.rows, -1)
+
+    return Trial(run, attention.loop(case), 1e-5, merged)
+
+
+def combine() -> Trial:
+    o, top = floats(normal((4, 40, 64), mx.float32, 1)), floats(normal((4, 40), mx.float32, 2))
+    total = np.abs(floats(normal((4, 40), mx.float32, 3))) + 0.5
+    top[:, 35:], total[:, 35:], o[:, 35:] = -1e30, 0.0, np.nan
+    sinks = normal((4,), mx.float32, 4)
+    ml = mx.array(np.stack([top, total], -1).astype(np.float32))
+    q = mx.zeros((1, 4, 1, 64))
+    tuning = decode_attention.Tuning(2, 40)
+    parts = mx.array(o.astype(np.float32))
+    run = decode_attention.launch_combine(q, parts, ml, 96, sinks, tuning)
+    weights = np.exp(top)
+    values = (weights[:, :35, None] * o[:, :35]).sum(1)
+    sums = (weights * total).sum(1) + np.exp(floats(sinks))
+    return Trial(run, (values / sums[:, None]).reshape(1, 1, -1), 1e-5)
+
+
+def gate_up() -> Trial:
+    case = experts.Case(2, 3, 288, 96, affine(4, 32, "float32"), parts="unused")
+    return hidden(expert_scalar, case, expert_scalar.Tuning(10, 1), 1e-5)
+
+
+def gate_up_matrix() -> Trial:
+    case = experts.Case(2, 2, 256, 96, affine(4, 32), mx.bfloat16, parts="unused")
+    return hidden(expert_matrix, case, expert_matrix.Tuning(), 5e-3)
+
+
+def hidden(module: Any, case: experts.Case, tuning: Any, tolerance: float) -> Trial:
+    """The first launch against gate and up in float64."""
+    x, slots, _ = case.routed()
+    run = module.launch_gate_up(x, slots, case.experts(), case.around(), tuning)
+    gate, up, _ = (p.values for p in case.packed())
+    want = np.zeros((case.tokens, case.ranks, case.inner))
+    for t, row in enumerate(floats(x)):
+        for rank, e in enumerate(np.array(slots)[t]):
+            if e >= 0:
+                want[t, rank] = experts.activation(case, gate[e] @ row, up[e] @ row)
+    return Trial(run, want, tolerance)
+
+
+def down() -> Trial:
+    case = experts.Case(2, 3, 96, 160, affine(4, 32, "float32"), parts="unused residual bias")
+    return summed(expert_scalar, case, 1e-5)
+
+
+def down_matrix() -> Trial:
+    case = experts.Case(2, 2, 96, 128, affine(4, 32), mx.bfloat16, parts="residual")
+    return summed(expert_matrix, case, 5e-3)
+
+
+def summed(module: Any, case: experts.Case, tolerance: float) -> Trial:
+    """The second launch against float64 on random hidden values."""
+    _, slots, weights = case.routed()
+    h = normal((case.tokens, case.ranks, case.inner), mx.float32, 9)
+    h = mx.where(slots[..., None] < 0, 0.0, h)
+    args = (h, slots, weights, case.experts(), case.around(), case.dtype)
+    run = module.launch_down(*args, module.Tuning())
+    matrix, bias = case.packed()[2].values, case.linear_biases()[2]
+    want = floats(case.around().residual).copy()
+    for t in range(case.tokens):
+        for rank, e in enumerate(np.array(slots)[t]):
+            if e >= 0:
+                y = matrix[e] @ floats(h)[t, rank] + (0 if bias is None else floats(bias)[e])
+                want[t] += floats(weights)[t, rank] * y
+    return Trial(run, want, tolerance)
+
+
+def rotate() -> Trial:
+    case = rope.Case(3, 1, 96, 40, dims=36, norms=True, interleaved=True)
+    qkv, _, _, length = case.inputs()
+    run = rope_kv.launch_rotate(qkv, length, case.heads(), case.turn())
+    return Trial(run, rope.loop(case)[0], 1e-5)
+
+
+def best() -> Trial:
+    logits = mx.round(normal((2, 70), mx.float32, 0, 0.5))
+    run = router_topk.launch(logits, 6, True, 1.0)
+    return Trial(run, router.loop(floats(logits), 6, True, 1.0)[0], 1e-9)
+
+
+BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
+    "scalar: no barrier before x is read": (
+        scalar, "    ts_barrier();\n\n    TS_UNROLL", "    TS_UNROLL",
+    ),
+    "scalar: no barrier before x is overwritten": (scalar, "if (chunk0 > 0) ts_barrier();", ""),
+    "scalar: rows past the end": (
+        scalar, "ts_min(unit0 + r % PAIR, OUTS - 1)", "unit0 + r % PAIR",
+    ),
+    "scalar: columns past the end": (scalar, "if (column < K && token0 + t < M)", "if (true)"),
+    "scalar: all lanes write": (scalar, "if (live && r < PAIR)", "if (live)"),
+    "scalar: bias after the activation": (scalar, "if (BIAS && live) mine +=", "if (live) mine -="),
+    "scalar: one simdgroup's squares": (
+        scalar, "for (int i = 0; i < SG; i++) all +=", "for (int i = 0; i < 1; i++) all +=",
+    ),
+    "matrix: no barrier before x is read": (
+        matrix, "    ts_simd_barrier();\n\n    // Rows of x", "    // Rows of x",
+    ),
+    "matrix: no barrier between simdgroups": (
+        matrix, "  ts_barrier();\n  for (int i = tid", "  for (int i = tid",
+    ),
+    "matrix: rows of x that are not there": (matrix, "ts_min(g, M - 1) * ROW", "g * ROW"),
+    "matrix: wrong column of the result": (
+        matrix, "const int m = 2 * t + i % 2;", "const int m = t + 4 * (i % 2);",
+    ),
+    "partial: one slot too many": (ring, "slot < stop && position <= last", "position <= last"),
+    "partial: window off by one": (
+        partial, "position > last - WINDOW)", "position >= last - WINDOW)",
+    ),
+    "partial: no barrier before the merge": (
+        partial, "  ts_barrier();\n  for (int i = tid", "  for (int i = tid",
+    ),
+    "partial: sums not faded": (partial, "sum = ts_fma(sum, fade, p);", "sum = sum + p;"),
+    "partial: a simd operation in a branch": (
+        partial,
+        "const float p = live ? ts_fast_exp(score - top_new) : 0.0f;",
+        "float p = 0.0f;\n    if (live) p = ts_simd_max(ts_fast_exp(score - top_new));",
+    ),
+    "partial: offsets of 32 bits": (
+        partial, "keys + int64_t(kv) * capacity * D + dim", "keys + kv * capacity + dim",
+    ),
+    "combine: splits that wrote nothing": (combine, "if (w > 0.0f) value", "value"),
+    "combine: only 32 splits": (combine, "k0 < splits; k0 += 32", "k0 < 32; k0 += 32"),
+    "combine: sink forgotten": (combine, "if (SINKS) total +=", "if (!SINKS) total +="),
+    "gate and up: unused slot": (gate_up, "slot < 0 ? 0.0f : value", "value"),
+    "gate and up: the same slot for all": (gate_up, "slots[token * RANKS + rank]", "slots[token]"),
+    "gate and up: tail rows": (gate_up, "ts_min(unit0 + r % PAIR, F - 1)", "unit0 + r % PAIR"),
+    "gate and up matrix: gate for up": (
+        gate_up_matrix, "gate_w + word : up_w", "up_w + word : up_w",
+    ),
+    "gate and up matrix: unused slot": (gate_up_matrix, "slot < 0 ? 0.0f : value", "value"),
+    "down: chunk of another rank": (down, "chunk % EACH) * BITS", "chunk % (EACH - 1)) * BITS"),
+    "down: unused slot's bias": (down, "slot < 0 ? 0.0f : float(weights", "float(weights"),
+    "down matrix: rank forgotten": (
+        down_matrix, "float(weights[token * RANKS + rank]);\n    ts_simd", "1.0f;\n    ts_simd",
+    ),
+    "down matrix: no barrier between simdgroups": (
+        down_matrix, "  ts_barrier();\n  for (int i = tid", "  for (int i = tid",
+    ),
+    "rope: norm over the rotated part only": (rotate, "if (d < D) square", "if (false) square"),
+    "rope: wrong pair": (rotate, "INTERLEAVED ? 2 * p + 1 : p + HALF]", "p + HALF]"),
+    "rope: position of the next row": (rotate, "length[0] - M + m", "length[0] - M + m + 1"),
+    "router: the higher index wins ties": (best, "left[i] > best", "left[i] >= best"),
+    "router: the chosen one stays": (best, "left[i] = -3e30f", "left[i] = left[i]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", BUGS)
+def test_a_planted_bug_is_found(title: str) -> None:
+    make, old, new = BUGS[title]
+    trial = make()
+    plan = trial.launch.plan
+    assert plan.kernel.body.count(old) == 1, f"the bug cannot be planted: {old!r}"
+    kernel = dataclasses.replace(plan.kernel, body=plan.kernel.body.replace(old, new))
+    broken = dataclasses.replace(plan, kernel=kernel, _calls={})
+    assert not trial.passes(Launch(broken, trial.launch.inputs))
+
+
+@pytest.mark.parametrize("make", dict.fromkeys(make for make, _, _ in BUGS.values()))
+def test_without_a_bug_the_trial_passes(make: Callable[[], Trial]) -> None:
+    trial = make()
+    assert trial.passes(trial.launch)
