@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from contextlib import suppress
 from datetime import datetime
@@ -219,3 +220,19 @@ def test_rendering_equals_transformers(tmp_path):
         conversations=[messages], chat_template=text, add_generation_prompt=True, bos_token="B"
     )
     assert render(text, messages, bos_token="B") == rendered[0]
+
+
+@pytest.mark.parametrize("text", ["{% break %}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}"])
+def test_a_template_that_python_cannot_compile_is_broken_too(text):
+    with pytest.raises(ModelFormatError, match=r"chat template \(chat_template.jinja\) is"):
+        ChatTemplate(text, "chat_template.jinja").render([{"role": "user", "content": "hi"}])
+
+
+def test_tools_and_contents_of_the_wrong_kind_are_refused():
+    template = ChatTemplate("{{ messages }}{{ tools }}", "chat_template.jinja")
+    said = {"role": "user", "content": "hi"}
+    for tools in (5, "x", [5]):
+        with pytest.raises(OptionError, match="tools="):
+            template.render([said], tools=tools)
+    with pytest.raises(OptionError, match="messages holds what cannot be copied"):
+        template.render([said | {"content": threading.Lock()}])

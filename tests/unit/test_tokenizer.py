@@ -6,9 +6,10 @@ import json
 
 import pytest
 from tiny_tokenizers import byte_level, sentence_piece, write
-from tokenizers import decoders, processors
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, processors
 
-from turbospark.errors import ModelFormatError
+from turbospark.errors import ModelFormatError, OptionError
 from turbospark.text.tokenizer import Tokenizer
 
 
@@ -157,3 +158,24 @@ def test_a_chat_is_rendered_and_encoded_with_its_special_tokens(tmp_path):
     start, end = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id("<|im_end|>")
     assert ids[0] == start and ids.count(start) == 2 and ids.count(end) == 1
     assert tokenizer.decode(ids) == "user\nhi\nassistant\n"
+
+
+def test_a_text_that_has_no_ids_is_refused_in_one_line(tmp_path):
+    tokenizer = Tokenizer.load(write(tmp_path))
+    with pytest.raises(OptionError, match=r"'\\ud800' cannot be encoded"):
+        tokenizer.encode("\ud800")
+    backend = Backend(models.WordLevel({"a": 0}, unk_token="?"))
+    known = Tokenizer.load(write(tmp_path, backend))
+    assert known.encode("a") == [0]
+    with pytest.raises(OptionError, match="'b' cannot be encoded"):
+        known.encode("b")
+    backend = Backend(models.WordLevel({"b": 0}, unk_token="?"))
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.json cannot encode"):
+        Tokenizer.load(write(tmp_path, backend))
+
+
+def test_a_deeply_nested_sidecar_is_not_valid_json(tmp_path):
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelFormatError, match="not valid JSON"):
+        Tokenizer.load(tmp_path)

@@ -19,6 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from turbospark.errors import ModelFormatError, OptionError, UnsupportedError
+from turbospark.policies import short
 
 REASONING_LEVELS = ("off", "low", "medium", "high", "xhigh")
 _LEVEL_NAMES = ("reasoning_effort", "reasoning_strength")
@@ -29,6 +30,7 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
     RecursionError,
     TypeError,
     ValueError,
@@ -153,10 +155,10 @@ class ChatTemplate:
         Raises UnsupportedError without a template, OptionError for messages, tools or levels that
         the template (or this function) refuses, ModelFormatError for a template that is broken.
         """
-        self._check(messages, reasoning)
+        self._check(messages, tools, reasoning)
         template = self._template()
         context: dict[str, Any] = {
-            "messages": deepcopy([dict(message) for message in messages]),
+            "messages": _copied([dict(message) for message in messages], "messages"),
             "add_generation_prompt": add_generation_prompt,
             "enable_thinking": reasoning != "off",
             "bos_token": bos_token,
@@ -166,7 +168,7 @@ class ChatTemplate:
             "strftime_now": _clock(now),
         }
         if tools:
-            context["tools"] = [_described(tool) for tool in tools]
+            context["tools"] = [_described(tool) for tool in _copied(tools, "tools")]
         if reasoning != "off":
             context.update(dict.fromkeys(_LEVEL_NAMES, reasoning))
         try:
@@ -176,7 +178,12 @@ class ChatTemplate:
                 f"chat template ({self.source}) refused the messages: {_one_line(error)}"
             ) from None
 
-    def _check(self, messages: Sequence[Mapping[str, Any]], reasoning: str) -> None:
+    def _check(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        reasoning: str,
+    ) -> None:
         if self.text is None:
             raise UnsupportedError(
                 f"chat messages were given, but the install has no chat template and there is no "
@@ -194,6 +201,8 @@ class ChatTemplate:
                     f"messages[{index}] has no role; each message is a mapping with 'role' and "
                     "'content'"
                 )
+        if tools and not (isinstance(tools, (list, tuple)) and all(map(_is_object, tools))):
+            raise OptionError(f"tools={short(tools)}; expected a list of mappings")
         support = self.reasoning_support
         if (reasoning != "off" and support == "none") or (
             reasoning in ("low", "medium", "xhigh") and support == "toggle"
@@ -208,10 +217,14 @@ class ChatTemplate:
         if self._compiled is None:
             try:
                 self._compiled = _environment().from_string(self.text or "")
-            except jinja2.TemplateSyntaxError as error:
+            except (jinja2.TemplateSyntaxError, SyntaxError) as error:
                 raise ModelFormatError(
                     f"chat template ({self.source}) is broken at line {error.lineno}: "
                     f"{_one_line(error)}"
+                ) from None
+            except RecursionError:
+                raise ModelFormatError(
+                    f"chat template ({self.source}) is nested too deeply"
                 ) from None
         return self._compiled
 
@@ -256,9 +269,20 @@ def _clock(now: date | None) -> Callable[[str], str]:
     return lambda form: (now or datetime.now()).strftime(form)
 
 
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _copied(value: Any, what: str) -> Any:
+    try:
+        return deepcopy(value)
+    except TypeError as error:
+        raise OptionError(f"{what} holds what cannot be copied: {_one_line(error)}") from None
+
+
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool with a description, empty if it had none: templates concatenate it unasked."""
-    described = deepcopy(dict(tool))
+    described = dict(tool)
     function = described.get("function")
     if isinstance(function, dict):
         function.setdefault("description", "")

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
-from turbospark.errors import ModelFormatError
+from turbospark.errors import ModelFormatError, OptionError
 from turbospark.text.detokenizer import Detokenizer
 from turbospark.text.dialects import Dialect, detect
 from turbospark.text.template import ChatTemplate
@@ -87,7 +87,12 @@ class Tokenizer:
         (usually a begin-of-text token); a rendered chat carries its own, so pass False there.
         Special tokens spelled out in the text are recognised.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self._ids_of(text)
+        except ValueError as error:
+            raise OptionError(
+                f"text {text[:40]!a} cannot be encoded by this tokenizer: {error}"
+            ) from None
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -138,12 +143,22 @@ class Tokenizer:
         """Token ids of a rendered chat; arguments as `render`."""
         return self.encode(self.render(messages, **kwargs), add_special=False)
 
+    def _ids_of(self, text: str, special: bool = False) -> list[int]:
+        """Ids by the Rust side, whose failures (no unknown token, lone surrogates) have no type."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        except Exception as error:
+            raise ValueError(" ".join(str(error).split())) from None
+        return ids
+
     # --- construction ---------------------------------------------------------------------------
 
     def _surroundings(self, add_bos: bool | None) -> tuple[list[int], list[int]]:
         """Ids put before and after a raw prompt; an explicit `add_bos_token` has the last word."""
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        full = self._backend.encode("a", add_special_tokens=True).ids
+        try:
+            bare, full = self._ids_of("a"), self._ids_of("a", special=True)
+        except ValueError as error:
+            raise ModelFormatError(f"tokenizer.json cannot encode the letter a: {error}") from None
         cut = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
         prefix, suffix = full[:cut], full[cut + len(bare) :]
         bos = self.token_to_id(self.bos_token) if self.bos_token else None
@@ -217,7 +232,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path}: expected an object, found {type(value).__name__}")
