@@ -312,7 +312,8 @@ class Runner:
             peak=mx.get_peak_memory(),
             cache=mx.get_cache_memory(),
             expert_formula=store.formula if store is not None else "none",
-            kv_formula=f"{len(sessions)} conversation(s) of up to {self.max_context} tokens",
+            kv_formula=f"{len(sessions)} conversation(s) of up to {self.max_context} tokens, "
+            f"{sum(len(s.snapshots) for s in sessions)} states kept to go back to",
         )
 
     @property

@@ -123,6 +123,7 @@ def test_snapshots_of_a_recurrent_model_are_bounded_and_counted(
         # Chunks end at 32, 64, 96, 128 and 150; the rung is at 134.
         assert [s.position for s in kept] == [64, 96, 134, 150] and len(kept) == MAX_SNAPSHOTS
         assert runner.memory.kv == empty + 4 * kept[0].nbytes
+        assert "of up to 200 tokens, 4 states kept to go back to" in str(runner.memory)
         runner.reset()
         assert runner.memory.kv == empty
 

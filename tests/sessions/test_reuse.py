@@ -182,6 +182,24 @@ def test_what_a_closed_stream_left_is_reused(name: str, installed: Callable[[str
         assert same(again, answer(cold, [*prompt, 7], NEW))
 
 
+def test_progress_is_told_at_chunk_ends_and_counts_what_was_reused(
+    installed: Callable[[str], Path],
+) -> None:
+    prompt = tokens_of(Oracle(ORACLES / "llama-base"), 90)
+
+    def progress(runner: Runner, ids: list[int]) -> list[tuple[int, int]]:
+        events = runner.stream(ids, max_new_tokens=1)
+        return [(e.done, e.total) for e in events if isinstance(e, Prefill)]
+
+    with open_cpu(installed("llama-base"), prefix_reuse=True, prefill_chunk=32) as runner:
+        assert progress(runner, prompt) == [(32, 90), (64, 90), (90, 90)]
+        assert progress(runner, [*prompt[:50], *prompt]) == [(82, 140), (114, 140), (140, 140)]
+        runner.toggles.prefill_steel = False  # smaller passes, the same chunks
+        assert progress(runner, prompt[::-1]) == [(32, 90), (64, 90), (90, 90)]
+    with open_cpu(installed("llama-base"), prefill_chunk="off") as runner:
+        assert progress(runner, prompt) == [(90, 90)]
+
+
 def test_reuse_is_off_by_default_and_can_be_switched(installed: Callable[[str], Path]) -> None:
     with open_cpu(installed("llama-base")) as runner:
         assert runner.prefix_reuse is False
