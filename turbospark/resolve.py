@@ -24,7 +24,7 @@ from turbospark.families.base import Family
 from turbospark.install.opening import Install
 from turbospark.install.packed import PackedLayer, PackedLayout, RecordTensor
 from turbospark.install.planes import MX_DTYPES
-from turbospark.install.record import PROJECTIONS
+from turbospark.install.record import PROJECTIONS, RecordLayout
 from turbospark.kernels.choices import choices
 from turbospark.options import ExpertResidency, KvQuant, OpenOptions
 from turbospark.sizing import (
@@ -168,10 +168,19 @@ def _expert_bytes(resolved: Resolved, install: Install) -> int:
         return 0
     layers = install.experts.layers.values()
     if resolved.expert_residency == "resident":
-        return sum(layer.stride * layer.count for layer in layers)
+        itemsize = MX_DTYPES[resolved.dtype].size
+        return sum(layer.count * _record_bytes(layer.record, itemsize) for layer in layers)
     if resolved.expert_residency == "mapped":
         return scratch_bytes(install.experts, resolved.expert_cache_slots)
     return resolved.expert_cache_slots * install.bytes_per_slot
+
+
+def _record_bytes(record: RecordLayout, itemsize: int) -> int:
+    """Bytes of one resident expert: floats are cast to the activations' type, codes are kept."""
+    return sum(
+        prod(t.shape) * itemsize if isinstance(t.fmt, Raw) and t.dtype != "uint8" else t.size
+        for t in record.tensors.values()
+    )
 
 
 def refuse_unsupported(options: OpenOptions, family: Family) -> None:

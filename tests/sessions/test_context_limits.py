@@ -152,6 +152,18 @@ def test_weights_expanded_for_the_cpu_are_counted_expanded(
     assert seen == [held]
 
 
+@pytest.mark.parametrize("residency", ["resident", "streamed", "mapped"])
+def test_planned_expert_bytes_bound_what_is_held(
+    residency: str, installed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(resolve, "check_load", lambda load, *_: seen.append(load.experts))
+    for name in ("mixtral-base", "gpt_oss-mxfp4", "mlx-qwen3_moe-base-4bit", "gpt_oss-bf16"):
+        with open_cpu(installed(name), expert_residency=residency) as runner:
+            held = runner.memory.experts
+            assert held == seen[-1] if residency == "resident" else held <= seen[-1]
+
+
 def test_auto_is_the_trained_context_and_resolved_says_so(
     installed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
