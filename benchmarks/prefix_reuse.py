@@ -1,6 +1,6 @@
 """Time to the first token of a chat's second turn: cold against a reused prefix.
 
-    python benchmarks/prefix_reuse.py INSTALL [--rounds 5] [--write]
+    python benchmarks/prefix_reuse.py INSTALL [--rounds 3] [--write]
 
 INSTALL is an install with a chat template (`make demo` makes one). The first turn is a question
 about a text of each size; the second adds the answer and a short question, the way a chat program
@@ -36,17 +36,16 @@ TEXT = (
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-def conversation(runner: Runner, words: int) -> tuple[list[int], list[int]]:
-    """Prompts of a first and a second turn; the answer between them is the model's own."""
+def conversation(runner: Runner, words: int) -> list[int]:
+    """Answers a first turn and returns the prompt of the second."""
     text = " ".join((TEXT * (words // len(TEXT.split()) + 1)).split()[:words])
     messages = [{"role": "user", "content": f"{text}\n\nWhat did the keeper write down?"}]
-    first = runner.encode(messages)
-    answer = runner.generate(first, max_new_tokens=24, **GREEDY)
+    answer = runner.generate(messages, max_new_tokens=24, **GREEDY)
     messages += [
         {"role": "assistant", "content": answer.text or ""},
         {"role": "user", "content": "And in the winter?"},
     ]
-    return first, runner.encode(messages)
+    return runner.encode(messages)
 
 
 def first_token(runner: Runner, prompt: list[int]) -> tuple[float, int]:
@@ -61,9 +60,9 @@ def first_token(runner: Runner, prompt: list[int]) -> tuple[float, int]:
     return seconds, result.result.reused_prefix_tokens
 
 
-def sides(runner: Runner, first: list[int], second: list[int], file: Path) -> dict[str, Callable]:
-    """What is timed: a function per way to the second turn, each with its own preparation."""
-    other = runner.encode([{"role": "user", "content": "Name three rivers of Europe."}])
+def sides(runner: Runner, second: list[int], file: Path) -> dict[str, Callable]:
+    """What is timed: a function per way to the second turn. `file` holds the first turn."""
+    other = runner.encode([{"role": "user", "content": "Name a river."}])
 
     def cold() -> tuple[float, int]:
         runner.reset()
@@ -71,13 +70,13 @@ def sides(runner: Runner, first: list[int], second: list[int], file: Path) -> di
 
     def reused() -> tuple[float, int]:
         runner.reset()
-        runner.generate(first, max_new_tokens=24, **GREEDY)
+        runner.load_session(file)
         return first_token(runner, second)
 
     def returned() -> tuple[float, int]:
         runner.reset()
-        runner.generate(first, max_new_tokens=24, **GREEDY)
-        runner.generate(other, max_new_tokens=4, **GREEDY)
+        runner.load_session(file)
+        runner.generate(other, max_new_tokens=1, **GREEDY)
         return first_token(runner, second)
 
     def loaded() -> tuple[float, int]:
@@ -88,16 +87,15 @@ def sides(runner: Runner, first: list[int], second: list[int], file: Path) -> di
         seconds, kept = first_token(runner, second)
         return reading + seconds, kept
 
-    runner.reset()
-    runner.generate(first, max_new_tokens=24, **GREEDY)
-    runner.save_session(file)
     return {"cold": cold, "reused": reused, "after another chat": returned, "from a file": loaded}
 
 
 def measure(runner: Runner, words: int, rounds: int, file: Path) -> dict[str, Any]:
     """Medians of every side for one size of conversation."""
-    first, second = conversation(runner, words)
-    runs = sides(runner, first, second, file)
+    runner.reset()
+    second = conversation(runner, words)
+    runner.save_session(file)
+    runs = sides(runner, second, file)
     times: dict[str, list[float]] = {name: [] for name in runs}
     kept: dict[str, int] = {}
     for round_ in range(rounds + 1):
@@ -118,8 +116,8 @@ def measure(runner: Runner, words: int, rounds: int, file: Path) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("install", type=Path)
-    parser.add_argument("--words", type=int, nargs="+", default=[50, 200, 800])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--words", type=int, nargs="+", default=[50, 200, 600])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     options = OpenOptions(max_context=4096, prefix_reuse=True, session_slots=2)
