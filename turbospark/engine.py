@@ -297,11 +297,18 @@ class Engine:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """A failure inside leaves the session unusable until it is reset."""
+        """A failure inside leaves the session unusable until it is reset.
+
+        Arrays built but not evaluated belong to this thread; they are evaluated here, so that the
+        next pass may run in another.
+        """
         try:
             yield
         except BaseException:
             self.pool.live.record.taint()
+            mx.eval(self.states.arrays())
+            if self.store is not None:
+                self.store.settle()
             raise
 
     # --- running ahead ----------------------------------------------------------------------------

@@ -36,6 +36,9 @@ class ExpertStore(Protocol):
         and whether it passes `beside`.
         """
 
+    def settle(self) -> None:
+        """Evaluate whatever of a pass is not evaluated yet, in this thread."""
+
     def close(self) -> None:
         """Release memory and files, and wait for background work."""
 

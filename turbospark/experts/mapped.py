@@ -168,6 +168,11 @@ class MappedExperts:
         """See `ExpertStore.watch`; reading ahead is the page cache's work."""
         self._beside |= beside
 
+    def settle(self) -> None:
+        """See `ExpertStore.settle`."""
+        for pool in self.scratch:
+            pool.release()
+
     def close(self) -> None:
         """See `ExpertStore.close`; mappings end with their last reader."""
         for mapping in self.maps.values():

@@ -52,6 +52,9 @@ class ResidentExperts:
     def watch(self, layer: int, router: Router, beside: bool = False) -> None:
         """See `ExpertStore.watch`; there is nothing to look ahead for."""
 
+    def settle(self) -> None:
+        """See `ExpertStore.settle`; nothing here outlives a pass."""
+
     def close(self) -> None:
         """See `ExpertStore.close`."""
         self.layers.clear()

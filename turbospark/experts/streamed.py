@@ -117,6 +117,11 @@ class StreamedExperts:
         if self.lookahead:
             self.layers[layer].router = router
 
+    def settle(self) -> None:
+        """See `ExpertStore.settle`."""
+        for layer in self.layers.values():
+            layer.pool.release()
+
     def close(self) -> None:
         """See `ExpertStore.close`."""
         for layer in self.layers.values():
