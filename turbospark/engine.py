@@ -198,7 +198,12 @@ class Engine:
 
     def check(self, ids: Any) -> list[int]:
         """Token ids as a list of ints; refuses none, a foreign type and ids out of range."""
-        tokens = np.asarray(ids)
+        try:
+            tokens = np.asarray(ids)
+        except ValueError:  # rows of different lengths
+            raise TokenIdError("token ids must be a flat list of integers; found lists") from None
+        if not isinstance(ids, np.ndarray) and any(isinstance(t, bool) for t in ids):
+            raise TokenIdError("token ids must be integers; found True or False")
         if tokens.size == 0:
             raise EmptyPromptError("the prompt has no tokens; give at least one")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -223,8 +228,8 @@ class Engine:
 
     @staticmethod
     def _chunk_size(count: int, chunk: int | None) -> int:
-        if chunk is not None and chunk < 1:
-            raise OptionError(f"chunk={chunk} is not valid; give 1 or more, or None")
+        if chunk is not None and (type(chunk) is not int or chunk < 1):
+            raise OptionError(f"chunk={chunk!r} is not valid; give 1 or more, or None")
         return chunk or count
 
     def _ends(self, count: int, size: int) -> list[int]:
