@@ -136,7 +136,8 @@ FULL4 = affine(4, 32, "float32")
 CASES = {
     "one token": Case(1, 2, 512, 192, Q4, mx.bfloat16),
     "tokens with an unused rank": Case(3, 3, 96, 64, FULL4, parts="unused"),
-    "more chunks than a tile": Case(1, 4, 1120, 1184, FULL4, tuning=Tuning(2, 2)),
+    "more columns than a tile": Case(1, 2, 4160, 32, FULL4, slots=2, tuning=Tuning(2, 2)),
+    "more hidden values than a tile": Case(1, 4, 64, 1184, FULL4, tuning=Tuning(2, 2)),
     "8 bits, norm and residual": Case(
         2, 2, 320, 96, affine(8, 32, "float16"), mx.float16, parts="norm residual"
     ),

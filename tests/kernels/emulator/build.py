@@ -35,6 +35,7 @@ BODY_FLAGS = [
     "-Wdouble-promotion",
     "-Wno-unused",
     "-Wno-unused-but-set-variable",
+    "-Wno-unused-parameter",
     "-fno-sanitize-recover=all",
 ]
 SANITIZE = "bounds,shift,signed-integer-overflow,integer-divide-by-zero"
