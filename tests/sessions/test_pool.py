@@ -88,11 +88,12 @@ def test_decoding_allocates_nothing(name: str, installed: Callable[[str], Path])
         active = []
         for i in range(200):
             runner.step(i % 50)
+            mx.synchronize()
             active.append(mx.get_active_memory())
-        # States and routed work that are still in flight come and go; caches add nothing.
-        in_flight = is_recurrent(runner) or runner.arch.num_experts > 0
-        assert max(active[50:]) - min(active[50:]) <= (4096 if in_flight else 0)
-        assert max(active[150:]) <= max(active[50:100])
+        # Small arrays may sit in larger recycled buffers. A cache that grew by 100 rows, or one
+        # that was copied and kept, would be 20 KB and more.
+        assert max(active[150:]) - max(active[50:100]) <= 1024
+        assert max(active[50:]) - min(active[50:]) <= 1 << 13
         assert runner.buffer_allocations == buffers
         assert (runner.memory.kv, runner.memory.weights) == (memory.kv, memory.weights)
 
