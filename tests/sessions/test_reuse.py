@@ -47,6 +47,10 @@ def turns(prompt: list[int], first: Answer, vocab: int) -> dict[str, tuple[list[
     }
 
 
+def other_than(token: int) -> int:
+    return 0 if token else 1
+
+
 def held_by_a_recurrent(shared: int, count: int) -> int:
     """Tokens that chunk ends and the rung of a prompt of `count` let a recurrent model keep."""
     points = [*range(CHUNK, count, CHUNK), count - RUNG, count]
@@ -56,21 +60,26 @@ def held_by_a_recurrent(shared: int, count: int) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_reused_turns_equal_cold_ones(name: str, installed: Callable[[str], Path]) -> None:
     oracle = Oracle(ORACLES / name)
-    settings = {"prefill_chunk": CHUNK}
+    path, warm = installed(name), {"prefix_reuse": True, "prefill_chunk": CHUNK}
     with (
-        open_cpu(installed(name), **settings) as cold,
-        open_cpu(installed(name), prefix_reuse=True, **settings) as warm,
+        open_cpu(path) as cold,
+        open_cpu(path, **warm) as single,
+        open_cpu(path, session_slots=2, **warm) as pooled,
     ):
         first = answer(cold, oracle.ids, NEW)
         for kind, (prompt, shared) in turns(oracle.ids, first, vocabulary(oracle)).items():
-            warm.reset()
-            begun = answer(warm, oracle.ids, NEW)
-            assert begun.kept == 0 and same(begun, first)
-            again = answer(warm, prompt, NEW)
-            if is_recurrent(warm) and shared < len(oracle.ids) + NEW - 1:
+            if is_recurrent(cold) and shared < len(oracle.ids) + NEW - 1:
                 shared = held_by_a_recurrent(shared, len(oracle.ids))
-            assert again.kept == shared, kind
-            assert same(again, answer(cold, prompt, NEW)), kind
+            expected = answer(cold, prompt, NEW)
+            for runner in (single, pooled):
+                runner.reset()
+                begun = answer(runner, oracle.ids, NEW)
+                assert begun.kept == 0 and same(begun, first)
+                if runner is pooled:  # the conversation is parked, and comes back by itself
+                    assert answer(runner, [other_than(oracle.ids[0]), 1, 2], 1).kept == 0
+                again = answer(runner, prompt, NEW)
+                assert again.kept == shared, kind
+                assert same(again, expected), kind
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -110,7 +119,7 @@ def test_a_ring_that_turned_is_reused_within_its_slack_only(
         open_cpu(installed(name), prefix_reuse=True, **ring) as warm,
     ):
         turn = tokens_of(oracle, 60)
-        for back, kept in ((8, 52), (9, 0), (30, 0), (8, 52)):
+        for back, kept in ((8, 52), (9, 0), (30, 0)):
             warm.reset()
             answer(warm, turn, 1)
             prompt = [*turn[: 60 - back], (turn[60 - back] + 1) % vocabulary(oracle), 1]

@@ -86,6 +86,22 @@ def test_a_ring_allows_going_back_within_its_slack_only():
     assert pool.try_reuse([*range(300 - 128), -1, -1]) == 172
 
 
+def test_a_reset_ring_does_not_remember_how_far_it_once_went():
+    pool = SessionPool(1, lambda: states(RingSpec(1, 4, 4, 8)))
+    feed(pool.live, list(range(300)))
+    pool.live.reset()
+    feed(pool.live, list(range(200)))
+    assert pool.try_reuse([*range(80), -1]) == 80
+
+
+def test_what_a_ring_lost_on_its_way_does_not_come_back_with_the_position():
+    pool = SessionPool(1, lambda: states(RingSpec(1, 4, 4, 8)))
+    feed(pool.live, list(range(300)))
+    assert pool.try_reuse([*range(180), -1]) == 180
+    assert pool.try_reuse([*range(171), -1]) == 0
+    assert pool.try_reuse([*range(172), -1]) == 172
+
+
 def test_a_ring_that_never_turned_goes_back_anywhere():
     pool = SessionPool(1, lambda: states(RingSpec(1, 4, 4, 8)))
     feed(pool.live, list(range(136)))
