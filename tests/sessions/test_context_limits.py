@@ -66,6 +66,9 @@ def test_an_odd_context_is_honoured_to_the_last_position(
             with pytest.raises(ContextOverflowError, match="prompt of 17 tokens \\+ 1 new"):
                 call()
         assert runner.position == 17
+        assert runner._engine is not None
+        with pytest.raises(ContextOverflowError):  # past every check of a request
+            list(runner._engine.feed([1], 0, None))
         with pytest.raises(ContextOverflowError):
             runner.score([*prompt, 1])
 
