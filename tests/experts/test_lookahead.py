@@ -177,7 +177,7 @@ def test_wrong_guesses_that_were_not_begun_are_dropped(
         monkeypatch.setattr(reader, "workers", lambda: busy)
         store, guesser = ahead(layout)
         guesser.guess = [9, 10, 11, 12]
-        ask(store, 0, [0, 1, 2])  # few enough to be read by the caller
+        ask(store, 0, [0, 1, 2])  # read by the caller
         prefetch = store.store.layers[1].prefetch
         store.store._collect(store.store.layers[1], [4, 5, 6, 7])  # does not wait for the thread
         gate.set()

@@ -136,7 +136,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     many = request.param == "threads"
     monkeypatch.setattr(reader, "cores", lambda: 16 if many else 1)
     monkeypatch.setattr(reader, "CHUNK", 5000)
-    monkeypatch.setattr(reader, "INLINE_BELOW", 1000)
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Any]) -> None:
@@ -297,6 +296,7 @@ def test_an_interrupted_wait_ends_its_reads_before_it_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task still reading after Ctrl-C would write into a slot that belongs to another expert."""
+    monkeypatch.setattr(reader, "cores", lambda: 16)
     layout = write_layout(tmp_path, uniform(1), 32)
     expected = Store(layout, "resident")
     store = Store(layout, slots=8)
