@@ -27,8 +27,8 @@ CHUNK = 840 * 1024
 MANY_CORES = 4
 """With fewer, records are announced to the system and read by the caller: the copies would compete
 for the cores anyway, and announcing fills the disk's queue as well as threads do. Records of
-2.5 MiB on 2 busy cores, GB/s: 4 warm ones 3.6 against 2.6 by the best number of threads, 8 warm ones
-4.2 against 4.1; 4 cold ones 0.93 against 0.81, 8 cold ones 0.91 against 0.85."""
+2.5 MiB on 2 busy cores, GB/s: 4 warm ones 3.6 against 2.6 by the best number of threads, 8 warm
+ones 4.2 against 4.1; 4 cold ones 0.93 against 0.81, 8 cold ones 0.91 against 0.85."""
 
 
 @dataclass(frozen=True)
