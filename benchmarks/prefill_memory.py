@@ -9,7 +9,7 @@ computed them: their size is given beside each figure. `--write` records the fig
 benchmarks/results/.
 
 On a CPU, MLX holds the attention scores of a pass (rows x keys x heads), so a chunk deep in a
-context is fed in smaller passes; `runner.SCORE_BYTES` is what bounds them.
+context is fed in smaller passes; `opening.SCORE_BYTES` is what bounds them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark import OpenOptions, Runner, synth
-from turbospark.runner import SCORE_BYTES
+from turbospark.opening import SCORE_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK, VOCAB = 512, 32_000

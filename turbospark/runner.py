@@ -15,10 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from turbospark.cache.pool import SessionPool
-from turbospark.cache.specs import CacheSpec
-from turbospark.cache.state import LayerStates
-from turbospark.counters import PhaseClock, PhaseCounters
+from turbospark.counters import PhaseCounters
 from turbospark.engine import Engine
 from turbospark.errors import (
     OptionError,
@@ -28,7 +25,6 @@ from turbospark.errors import (
     TokenizerMissingError,
     UnsupportedError,
 )
-from turbospark.experts.opening import open_experts
 from turbospark.families import family_for_wire
 from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
@@ -36,22 +32,12 @@ from turbospark.generation import Event, GenerationResult, admit, collect, gener
 from turbospark.install.arch import ArchConfig
 from turbospark.install.models import resolve as resolve_path
 from turbospark.install.opening import Install
-from turbospark.install.planes import MX_DTYPES
-from turbospark.kernels.choices import choices
-from turbospark.layers.weights import Weights
 from turbospark.memory import MemoryReport
+from turbospark.opening import load
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.policies import short
 from turbospark.resolve import Resolved, resolve, resolve_context
 from turbospark.text.tokenizer import Tokenizer, declared_stops
-
-# Toggles that every model's forward pass reads; its expert store adds to them.
-PASS_TOGGLES = ("batched_gemv_prefill", "prefill_steel", "prefill_rows_attention")
-
-SCORE_BYTES = 32 << 20
-"""Attention scores of one layer and pass on a CPU, where MLX holds all of them: deep in a context
-a chunk is fed in smaller passes, so that memory is bounded by the chunk and not by the prompt.
-"""
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -124,7 +110,7 @@ class Runner:
             specs,
             values.get("max_position_embeddings"),
         )
-        engine, weights_bytes = _load(install, options, family, config, specs, resolved)
+        engine, weights_bytes = load(install, options, family, config, specs, resolved)
         eos = values.get("eos_token_id")
         tokenizer = Tokenizer.load(install.path, config_eos=eos)
         stops = tokenizer.stop_ids if tokenizer is not None else declared_stops(install.path, eos)
@@ -443,59 +429,3 @@ class Runner:
         finally:
             self._owner = None
             self._lock.release()
-
-
-def _load(
-    install: Install,
-    options: OpenOptions,
-    family: Family,
-    config: Any,
-    specs: list[CacheSpec],
-    resolved: Resolved,
-) -> tuple[Engine, int]:
-    """The engine of an install, and the bytes of the weights it holds."""
-    device = mx.Device(mx.cpu if resolved.device == "cpu" else mx.gpu)
-    dtype = MX_DTYPES[resolved.dtype]
-    clock = PhaseClock()
-    toggles = LiveToggles(options.toggles, PASS_TOGGLES)
-    with mx.stream(device):
-        weights = Weights(
-            install.resident,
-            family.weight_shapes(config),
-            dtype,
-            expand=resolved.weights == "expanded",
-            unpack_rows=choices(device).unpack_rows,
-        )
-        store = None
-        if install.experts is not None:
-            store = open_experts(
-                install.experts,
-                options,
-                family.expert_activation(config),
-                toggles,
-                clock,
-                residency=resolved.expert_residency,
-                slots=resolved.expert_cache_slots,
-                device=device,
-                dtype=dtype,
-            )
-        model = family.build(config, weights, store)
-        if store is not None:
-            toggles.add_effective(store.effective)
-        pool = SessionPool(
-            resolved.session_slots,
-            lambda: LayerStates(specs, resolved.max_context, dtype, options.swa_ring_capacity),
-        )
-    engine = Engine(
-        model,
-        store,
-        pool,
-        toggles,
-        device=device,
-        max_context=resolved.max_context,
-        prefill_chunk=resolved.prefill_chunk,
-        prefix_reuse=resolved.prefix_reuse,
-        clock=clock,
-        score_values=SCORE_BYTES // (4 * install.arch.num_heads) if device == mx.cpu else None,
-    )
-    return engine, weights.nbytes
