@@ -83,13 +83,14 @@ class Runner:
         self._process = os.getpid()
 
     @classmethod
-    def open(cls, model: str | Path, options: OpenOptions | None = None) -> Runner:
+    def open(cls, model: str | Path, options: OpenOptions | None = None, **changes: Any) -> Runner:
         """Open an install by path or by the name of an installed model.
 
-        Everything that can be refused is refused here: raises ModelFormatError and its subclasses
-        for the files, OptionError and UnsupportedError for the options.
+        `changes` are OpenOptions fields: `Runner.open(model, max_context=8192)`. Everything that
+        can be refused is refused here: raises ModelFormatError and its subclasses for the files,
+        OptionError and UnsupportedError for the options.
         """
-        options = OpenOptions.of(options)
+        options = OpenOptions.of(options).replace(**changes)
         path = resolve_path(model)
         install = Install.open(path, expecting=options.expecting, verify=options.verify)
         try:

@@ -145,7 +145,7 @@ def test_an_override_is_bits_a_group_a_mode_or_keep(text: str, expected: Any) ->
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["convert", "s"], "arguments are required: dest"),
+        (["convert"], "arguments are required: source"),
         (["convert", "s", "d", "--override", "4"], "'4' is not PATTERN=BITS"),
         (["convert", "s", "d", "--override", "a=4,x"], "'4,x' is not BITS or BITS,GROUP"),
         (["convert", "s", "d", "--override", "a=4,32,1"], "'4,32,1' is not BITS or BITS,GROUP"),
@@ -186,6 +186,11 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
         (["bench", "tiny", "--max-new", "1"], "--max-new 1 is too few; at least 2"),
         (["bench", "tiny", "--rounds", "0"], "--rounds 0 is too few; at least 1"),
         (["convert", "s", "d", "--group-size", "32"], "group_size=32 was given without bits"),
+        (["convert", "s", "d", "--bits", "7"], "bits=7, group_size=64 is not executable; bits one"),
+        (["convert", "s", "d", "--override", "a=7"], "override 'a': affine quantization with bits"),
+        (["convert", "s"], "DEST or --name NAME says where the install goes, and neither was"),
+        (["convert", "s", "d", "--name", "n"], "where the install goes, and both were given"),
+        (["synth", "llama", "--name", "a/b/c"], "model name 'a/b/c' is not letters"),
     ],
 )
 def test_an_option_that_cannot_be_is_one_line_and_exit_code_2(
@@ -201,6 +206,8 @@ def test_an_option_that_cannot_be_is_one_line_and_exit_code_2(
     [
         (["run", "tinny", "hi"], "neither a directory nor an installed model; installed: tiny"),
         (["info", "nothing"], "neither a directory nor an installed model"),
+        (["run", "some/model", "hi"], "; `turbospark pull some/model` installs it from the Hub"),
+        (["chat", "wordless"], "a list of chat messages needs a tokenizer"),
         (["info", __file__], "is a file; an install is a directory, `turbospark convert` makes"),
         (["info", str(Path(__file__).parent)], "a checkpoint is opened after `turbospark convert`"),
         (["rm", "nothing"], "no installed model is named 'nothing'"),

@@ -26,6 +26,26 @@ def test_convert_writes_what_the_library_writes(turbospark: Command, tmp_path: P
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+def test_a_local_conversion_is_installed_under_a_name(
+    turbospark: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
+    assert turbospark("convert", CHECKPOINT, "--name", "me/llama").code == 0
+    assert turbospark("synth", "llama", "--name", "drawn", "--layers", 1).code == 0
+    assert (tmp_path / "models" / "me--llama.gturbo" / "manifest.json").is_file()
+    names = [row["name"] for row in json.loads(turbospark("list", "--json").out)]
+    assert names == ["drawn", "me--llama"]
+    assert turbospark("info", "me/llama").code == 0
+
+
+def test_quantizing_what_is_quantized_says_what_it_is(turbospark: Command, tmp_path: Path) -> None:
+    quantized = CHECKPOINT.parent / "mlx-llama-llama3-4bit"
+    found = turbospark("convert", quantized, tmp_path / "q", "--bits", 8, "--group-size", 32)
+    assert found.code == 2
+    assert "bits=8, group_size=32, mode=affine: nothing to quantize, every matrix" in found.err
+    assert "{" not in found.err and "already quantized (affine " in found.err
+
+
 def test_convert_quantizes_as_asked(turbospark: Command, tmp_path: Path) -> None:
     asked = ["--bits", 4, "--group-size", 32, "--override", "*.q_proj.weight=8,32"]
     asked += ["--override", "*down_proj*=keep", "--override", "*o_proj*=mxfp8"]

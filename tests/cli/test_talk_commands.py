@@ -102,6 +102,15 @@ def test_a_prompt_comes_from_standard_input(
     assert json.loads(found.out)["token_ids"] == wanted.token_ids
 
 
+@pytest.mark.parametrize("words", [["-"], [], ["--raw"]])
+def test_an_empty_standard_input_is_no_prompt(
+    words: list[str], turbospark: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed(monkeypatch, " \n")
+    found = turbospark("run", "tiny", *words, *GREEDY)
+    assert (found.code, found.out) == (1, "") and "standard input is empty; give" in found.err
+
+
 def test_sampling_follows_the_seed(turbospark: Command) -> None:
     words = ["--temperature", 1, "--max-new", 16, "--ignore-eos", "--json", "--seed"]
     first, again, other = (
@@ -199,6 +208,17 @@ def test_a_chat_prints_answers_only_when_it_is_piped(
     found = turbospark("chat", "tiny", "--system", "be", *GREEDY)
     asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "one"}]
     assert (found.out, found.err) == (expected(model, asked).text + "\n", "")
+
+
+def test_a_model_that_cannot_chat_says_so_before_a_line_is_read(
+    turbospark: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody_asks(greeting: str) -> Any:
+        raise AssertionError(greeting)
+
+    monkeypatch.setattr(talk, "_lines", nobody_asks)
+    found = turbospark("chat", "wordless")
+    assert found.code == 1 and "needs a tokenizer" in found.err
 
 
 def test_a_piped_chat_stops_at_the_first_refusal(

@@ -44,6 +44,19 @@ def test_options_of_another_kind_are_refused(
             Runner.open(installed("llama-base"), options)
 
 
+def test_options_of_an_open_may_be_keywords(installed: Callable[[str], Path]) -> None:
+    install = installed("llama-base")
+    with Runner.open(install, max_context=33, prefix_reuse=True) as opened:
+        assert opened.options == OpenOptions(max_context=33, prefix_reuse=True)
+    with Runner.open(install, OpenOptions(max_context=33, dtype="float32"), max_context=9) as again:
+        assert again.options == OpenOptions(max_context=9, dtype="float32")
+        assert again.max_context == 9
+    with pytest.raises(OptionError, match=r"unknown option 'max_contex' .*did you mean 'max_cont"):
+        Runner.open(install, max_contex=512)
+    with pytest.raises(OptionError, match=r"max_context='lots' is not valid; works: an integer"):
+        Runner.open(install, max_context="lots")
+
+
 def test_a_cancel_that_cannot_be_called_is_refused_by_the_call(runner: Runner) -> None:
     with pytest.raises(OptionError, match="cancel=5"):
         runner.stream([1], cancel=5)

@@ -70,9 +70,11 @@ def test_a_delta_is_the_difference_and_none_stays_none():
     clock.count("calls", 3)
     before = clock.snapshot(expert_requests=8, expert_hits=2)
     clock.count("calls", 2)
+    clock.count("passes")
     after = clock.snapshot(expert_requests=18, expert_hits=9, expert_io_bytes_physical=5)
     delta = after - before
     assert (delta.calls, delta.expert_requests, delta.expert_hits) == (2, 10, 7)
+    assert delta.passes == 1 and "2 tokens in 1 passes" in str(delta)
     assert delta.expert_hit_rate == 0.7
     assert delta.expert_io_bytes_physical is None, "before was not measured"
     assert delta.attention_gpu_ns is delta.routed_gpu_ns is delta.final_gpu_ns is None

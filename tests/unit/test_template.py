@@ -126,7 +126,7 @@ def test_a_level_that_the_template_ignores_is_warned_about(text, support, ignore
 
 
 def test_tojson_writes_plain_json():
-    value = [{"role": "user", "content": {"b": "<é&'>", "a": [1, None, True]}}]
+    value = [{"role": "tool", "content": {"b": "<é&'>", "a": [1, None, True]}}]
     assert render("{{ messages[0].content | tojson }}", value) == (
         """{"b": "<é&'>", "a": [1, null, true]}"""
     )
@@ -235,4 +235,42 @@ def test_tools_and_contents_of_the_wrong_kind_are_refused():
         with pytest.raises(OptionError, match="tools="):
             template.render([said], tools=tools)
     with pytest.raises(OptionError, match="messages holds what cannot be copied"):
-        template.render([said | {"content": threading.Lock()}])
+        template.render([said | {"name": threading.Lock()}])
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        ({"role": "user"}, r"messages\[0\] has no content; give a text, or a list of parts"),
+        ({"role": "user", "content": None}, r"messages\[0\] has no content"),
+        ({"role": "assistant", "tool_calls": []}, r"messages\[0\] has no content"),
+        ({"role": "user", "content": 7}, r"messages\[0\]: content=7; expected a text, or a list"),
+        ({"role": "user", "content": ["hi"]}, r"messages\[0\]: content has a part 'hi'; expected"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            r"content has a part .*image_url.*; expected .*'type': 'text'.* no images",
+        ),
+    ],
+    ids=["absent", "null", "no calls", "number", "bare part", "image"],
+)
+def test_a_message_that_says_nothing_readable_is_refused_by_number(message, match):
+    with pytest.raises(OptionError, match=match):
+        render(FALLBACKS["chatml"], [message])
+
+
+def test_an_assistant_that_only_called_a_tool_needs_no_content():
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert render("{{ messages[0].tool_calls[0].function.name }}", [call]) == "f"
+    assert render("{{ messages[0].content is none }}", [{**call, "content": None}]) == "True"
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("one", "two")]}]
+
+
+def test_parts_of_text_reach_every_template_as_it_takes_them():
+    said = [{"role": "user", "content": "one\ntwo"}]
+    for text in FALLBACKS.values():
+        assert render(text, PARTS) == render(text, said)
+    loop = "{% for p in messages[0].content %}<{{ p['text'] }}>{% endfor %}"
+    assert render(loop, PARTS) == "<one><two>"
+    assert isinstance(PARTS[0]["content"], list)  # what the caller gave is left alone

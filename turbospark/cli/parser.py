@@ -207,7 +207,7 @@ def _given(args: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a folder with config.json and safetensors, or a .gguf file")
-    parser.add_argument("dest", help="the install directory to write, usually NAME.gturbo")
+    _destination(parser)
     _quantization(parser)
 
 
@@ -217,6 +217,15 @@ def _pull(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", help="the .gguf file to take, where there are several")
     parser.add_argument("--name", help="the name to install under (default: the repository's)")
     _quantization(parser)
+
+
+def _destination(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "dest", nargs="?", help="the install directory to write, usually NAME.gturbo"
+    )
+    parser.add_argument(
+        "--name", help="instead of a directory: install under this name, as pull does"
+    )
 
 
 def _quantization(parser: argparse.ArgumentParser) -> None:
@@ -262,7 +271,7 @@ def _check(parser: argparse.ArgumentParser) -> None:
 
 def _synth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_type", help="model_type as in config.json, such as qwen3_moe")
-    parser.add_argument("dest", help="the install directory to write")
+    _destination(parser)
     group = parser.add_argument_group("sizes (default: those of a small model of the type)")
     for name in SIZES:
         group.add_argument(f"--{name}", type=int, metavar="N")

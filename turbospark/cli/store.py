@@ -13,10 +13,10 @@ from typing import Any
 import turbospark
 from turbospark.cli.console import note, show, size, table
 from turbospark.cli.parser import SIZES
-from turbospark.errors import ModelFormatError
+from turbospark.errors import ModelFormatError, OptionError
 from turbospark.families import family_for_wire
 from turbospark.install.manifest import Manifest
-from turbospark.install.models import installed, models_dir, resolve
+from turbospark.install.models import install_path, installed, models_dir, resolve
 from turbospark.install.models import remove as remove_installed
 from turbospark.install.opening import Install
 from turbospark.install.verify import verify, write_receipt
@@ -25,7 +25,8 @@ from turbospark.text.tokenizer import Tokenizer
 
 def convert(args: Namespace) -> int:
     """turbospark convert SRC DST"""
-    return _wrote(args, turbospark.convert(args.source, args.dest, **_quantization(args)))
+    path = turbospark.convert(args.source, _destination(args), **_quantization(args))
+    return _wrote(args, path)
 
 
 def pull(args: Namespace) -> int:
@@ -39,7 +40,7 @@ def synthesize(args: Namespace) -> int:
     names = [name.replace("-", "_") for name in SIZES]
     path = turbospark.synth(
         args.model_type,
-        args.dest,
+        _destination(args),
         **{name: getattr(args, name) for name in names},
         settings=dict(args.set),
         dtype=args.dtype,
@@ -48,6 +49,16 @@ def synthesize(args: Namespace) -> int:
         **_quantization(args),
     )
     return _wrote(args, path)
+
+
+def _destination(args: Namespace) -> Path:
+    """The directory given, or the place of the name given in the store."""
+    if (args.dest is None) == (args.name is None):
+        given = "both were" if args.dest else "neither was"
+        raise OptionError(f"DEST or --name NAME says where the install goes, and {given} given")
+    if args.name is None:
+        return Path(args.dest)
+    return install_path(args.name)
 
 
 def _quantization(args: Namespace) -> dict[str, Any]:

@@ -16,7 +16,12 @@ from typing import Any
 from turbospark import GenerationOptions, GenerationResult, OpenOptions, Runner
 from turbospark.cli.console import emit, interruptible, note, rate, show
 from turbospark.cli.parser import opening, sampling
-from turbospark.errors import ContextOverflowError, OptionError, TurbosparkError
+from turbospark.errors import (
+    ContextOverflowError,
+    EmptyPromptError,
+    OptionError,
+    TurbosparkError,
+)
 from turbospark.generation import Finished, Tail, Token
 
 CANCELLED = 130
@@ -42,6 +47,8 @@ def chat(args: Namespace) -> int:
     options = _generation(args)
     system = _system(args)
     with _open(args, prefix_reuse=True) as runner:
+        # A model that cannot chat says so now, and not after the first line was typed.
+        _encode(args, runner, [*system, {"role": "user", "content": "hello"}])
         messages = list(system)
         for line in _lines(f"{runner.path.name}: {COMMANDS}"):
             if line == "/quit":
@@ -131,7 +138,12 @@ def _prompt(args: Namespace) -> str | list[int] | list[dict[str, Any]]:
 def _read() -> str:
     if sys.stdin.isatty():
         note("reading the prompt; end it with Ctrl-D")
-    return sys.stdin.read()
+    text = sys.stdin.read()
+    if not text.strip():
+        raise EmptyPromptError(
+            "standard input is empty; give the prompt as an argument or pipe a text in"
+        )
+    return text
 
 
 def _system(args: Namespace) -> list[dict[str, Any]]:

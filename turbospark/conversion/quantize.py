@@ -79,9 +79,11 @@ def choose_formats(plan: Plan, request: QuantRequest) -> dict[str, Format]:
     if bad:
         raise UnsupportedError(f"cannot be quantized: {listed(bad)}")
     if request.settings is not None and not chosen:
+        asked = ", ".join(f"{name}={value}" for name, value in request.settings.items())
+        kept = sorted({str(f) for f in formats.values() if isinstance(f, Quant)})
         raise OptionError(
-            f"nothing to quantize with {dict(request.settings)}: every matrix is already "
-            f"quantized ({listed(sorted({str(f) for f in formats.values()}))})"
+            f"{asked}: nothing to quantize, every matrix is already quantized "
+            f"({listed(kept)}); leave quantization out to keep it, or take an unquantized source"
         )
     return formats
 
@@ -130,7 +132,10 @@ def _format(what: str, settings: Mapping[str, Any], dtype: str) -> Quant:
     if mode == "affine":
         if "bits" not in settings:
             raise OptionError(f"{what}: affine quantization needs bits")
-        return affine(settings["bits"], settings.get("group_size", 64), dtype)
+        try:
+            return affine(settings["bits"], settings.get("group_size", 64), dtype)
+        except UnsupportedError as error:  # what a caller asks is an option, not a checkpoint
+            raise OptionError(f"{what}: {error}") from None
     if not isinstance(mode, str) or mode not in MODES:
         raise OptionError(f"{what}: mode {mode!r} is unknown; affine, {', '.join(MODES)}")
     fmt = MODES[mode]

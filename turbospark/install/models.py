@@ -18,6 +18,7 @@ from turbospark.install.staging import is_install
 
 SUFFIX = ".gturbo"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.(?:gguf|gturbo|safetensors)$)[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,11 @@ def resolve(name_or_path: str | Path) -> Path:
         )
     near = difflib.get_close_matches(wanted, models, n=3, cutoff=0.5) or sorted(models)[:5]
     hint = f"installed: {', '.join(near)}" if near else "no model is installed"
+    name = str(name_or_path)
+    pull = f"; `turbospark pull {name}` installs it from the Hub" if _REPO.fullmatch(name) else ""
     raise PartialInstallError(
-        f"'{printable(str(name_or_path))}' is neither a directory nor an installed model; "
-        f"{hint} (in {models_dir()})"
+        f"'{printable(name)}' is neither a directory nor an installed model; "
+        f"{hint} (in {models_dir()}){pull}"
     )
 
 

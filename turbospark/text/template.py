@@ -7,6 +7,7 @@ run in a sandbox that can neither reach Python's internals nor change what it is
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -23,6 +24,9 @@ from turbospark.policies import short
 
 REASONING_LEVELS = ("off", "low", "medium", "high", "xhigh")
 _LEVEL_NAMES = ("reasoning_effort", "reasoning_strength")
+# A template that takes content apart asks each part for its type or its text.
+_READS_PARTS = re.compile(r"""\[['"]text['"]\]|\.text\b|['"]text['"]\s*==|==\s*['"]text['"]""")
+_INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 # What a template's own mistakes may raise besides jinja2's errors; the sandbox is plain Python.
 _TEMPLATE_FAULTS = (
@@ -158,7 +162,7 @@ class ChatTemplate:
         self._check(messages, tools, reasoning)
         template = self._template()
         context: dict[str, Any] = {
-            "messages": _copied([dict(message) for message in messages], "messages"),
+            "messages": [self._spelled(m) for m in _copied(messages, "messages")],
             "add_generation_prompt": add_generation_prompt,
             "enable_thinking": reasoning != "off",
             "bos_token": bos_token,
@@ -201,6 +205,7 @@ class ChatTemplate:
                     f"messages[{index}] has no role; each message is a mapping with 'role' and "
                     "'content'"
                 )
+            _check_content(message, f"messages[{index}]")
         if tools and not (isinstance(tools, (list, tuple)) and all(map(_is_object, tools))):
             raise OptionError(f"tools={short(tools)}; expected a list of mappings")
         support = self.reasoning_support
@@ -212,6 +217,15 @@ class ChatTemplate:
                 f"reasoning={reasoning!r}: the level is ignored, this model's template {able}",
                 stacklevel=4,
             )
+
+    def _spelled(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as this template takes it: most know content as one string only."""
+        content = message.get("content")
+        if not isinstance(content, list) or not all(map(_is_text, content)):
+            return dict(message)
+        if _READS_PARTS.search(self.text or ""):
+            return dict(message)
+        return {**message, "content": "\n".join(part["text"] for part in content)}
 
     def _template(self) -> jinja2.Template:
         if self._compiled is None:
@@ -271,6 +285,35 @@ def _clock(now: date | None) -> Callable[[str], str]:
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, Mapping)
+
+
+def _is_text(part: Any) -> bool:
+    is_text = isinstance(part, Mapping) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
+
+
+def _check_content(message: Mapping[str, Any], where: str) -> None:
+    """Refuse what a template would answer with a puzzle, or with the word None in the prompt."""
+    content = message.get("content")
+    if content is None:
+        if any(message.get(name) for name in _INSTEAD_OF_CONTENT):
+            return
+        raise OptionError(
+            f"{where} has no content; give a text, or a list of parts of type 'text' "
+            "(only an assistant's message with tool calls goes without)"
+        )
+    if isinstance(content, str) or message["role"] == "tool":  # results may be any JSON
+        return
+    if not isinstance(content, list):
+        raise OptionError(
+            f"{where}: content={short(content)}; expected a text, or a list of parts of type 'text'"
+        )
+    for part in content:
+        if not _is_text(part):
+            raise OptionError(
+                f"{where}: content has a part {short(part)}; expected {{'type': 'text', 'text': "
+                "...}, as this build reads no images, sounds or files"
+            )
 
 
 def _copied(value: Any, what: str) -> Any:
