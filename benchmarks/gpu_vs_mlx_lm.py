@@ -146,7 +146,7 @@ def turbospark_engine(model: nn.Module, config: dict[str, Any], context: int) ->
         )
     clock = PhaseClock()
     store = ResidentExperts(layers, toggles, clock) if layers else None
-    weights = Weights(tensors, tensors.shapes, mx.bfloat16, unpack_rows=best.unpack_rows)
+    weights = Weights(tensors, tensors.shapes, mx.bfloat16, kernels=best)
     built = family.build(ours, weights, store)
     pool = SessionPool(1, lambda: LayerStates(built.cache_specs, context, mx.bfloat16))
     return Engine(

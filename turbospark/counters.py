@@ -41,6 +41,8 @@ class PhaseCounters:
     """Model invocations: a chunk of a prompt is one."""
     attention_calls: int = 0
     """Attention products, over all layers: one per layer and pass, or per row of it."""
+    fused_layers: int = 0
+    """Layers that ran as a few fused launches, over all passes (`kernels`)."""
     passes_dropped: int = 0
     """Passes begun for a token that was not chosen, and undone."""
     total_ns: int = 0

@@ -269,7 +269,7 @@ class Engine:
             with self.clock.phase("build"):
                 hidden, logits = self._build(mx.array([ids]), head)
             with self.clock.phase("final_wait"):
-                mx.eval([hidden if logits is None else logits, self.states.arrays()])
+                mx.eval([hidden if logits is None else logits, self.states.unevaluated()])
             self._commit(ids)
         return logits
 
@@ -291,6 +291,7 @@ class Engine:
         self.clock.count("calls", len(ids))
         self.clock.count("passes")
         self.clock.count("attention_calls", self.states.step.attention_calls)
+        self.clock.count("fused_layers", self.states.step.fused_layers)
 
     def _check_usable(self, rows: int) -> None:
         if self.pool.live.record.tainted:
@@ -311,7 +312,7 @@ class Engine:
             yield
         except BaseException:
             self.pool.live.record.taint()
-            mx.eval(self.states.arrays())
+            mx.eval(self.states.unevaluated())
             if self.store is not None:
                 self.store.settle()
             raise
@@ -331,7 +332,7 @@ class Engine:
             with mx.stream(self.device):
                 guess = mx.argmax(logits, axis=-1)
             _, following = self._build(guess.reshape(1, 1), "last")
-            mx.async_eval([guess, following, self.states.arrays()])
+            mx.async_eval([guess, following, self.states.unevaluated()])
             self._ahead = _Ahead(guess, following, before)
 
     def _take_ahead(self, token: int) -> mx.array | None:

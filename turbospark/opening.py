@@ -43,6 +43,7 @@ def load(
     """The engine of an install, and the bytes of the weights it holds."""
     device = mx.Device(mx.cpu if resolved.device == "cpu" else mx.gpu)
     dtype = MX_DTYPES[resolved.dtype]
+    best = choices(device, options.kernels)
     clock = PhaseClock()
     toggles = LiveToggles(options.toggles, PASS_TOGGLES)
     with mx.stream(device):
@@ -51,7 +52,7 @@ def load(
             family.weight_shapes(config),
             dtype,
             expand=resolved.weights == "expanded",
-            unpack_rows=choices(device).unpack_rows,
+            kernels=best,
         )
         store = None
         if install.experts is not None:
@@ -71,7 +72,9 @@ def load(
             toggles.add_effective(store.effective)
         pool = SessionPool(
             resolved.session_slots,
-            lambda: LayerStates(specs, resolved.max_context, dtype, options.swa_ring_capacity),
+            lambda: LayerStates(
+                specs, resolved.max_context, dtype, options.swa_ring_capacity, options.kernels
+            ),
         )
     engine = Engine(
         model,

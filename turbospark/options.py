@@ -199,6 +199,11 @@ class OpenOptions(FrozenOptions):
     device: Literal["auto", "cpu", "gpu"] = option(
         "auto", "'auto', 'cpu' or 'gpu'", "where the model runs"
     )
+    kernels: Literal["auto", "reference"] = option(
+        "auto",
+        "'auto' or 'reference'",
+        "kernels of our own where they win, or MLX's operations alone (to tell a fault apart)",
+    )
 
     chat_date: date | None = option(
         None, "a date or an ISO date string", "the day that chat templates see; None is today"

@@ -60,6 +60,8 @@ class Resolved:
     expert_cache_slots: int
     kv_quant: str
     kv_quantized_layers: tuple[int, ...]
+    kernels: str
+    """"auto" where passes of few rows may run through kernels of our own, else "reference"."""
     verify: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         check_experts(install.experts, options, residency, device, dtype)
         if residency == "mapped":
             mapping = "zero-copy" if zero_copy(install.experts) else "copied per use"
-    best = choices(mx.Device(getattr(mx, device)))
+    best = choices(mx.Device(getattr(mx, device)), options.kernels)
     chunks = {"off": None, "auto": best.prefill_chunk}
     chunk = 1 if family.capabilities.chunked_prefill else options.prefill_chunk
     return Resolved(
@@ -100,6 +102,7 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         expert_cache_slots=slots,
         kv_quant=str(options.kv_quant),
         kv_quantized_layers=(),
+        kernels="reference" if best == best.without_kernels() else "auto",
         verify=options.verify,
     )
 

@@ -19,7 +19,8 @@ class Step:
     With `rows_attention` all query rows attend in one call; without it one call per row.
     With `tape` recurrent layers keep what they need to be cut back to some of the rows.
     `masks` memoises what layers of one kind share within the pass; `replays` keeps what a cache
-    overwrote in it and a later layer still reads. `attention_calls` counts calls over all layers.
+    overwrote in it and a later layer still reads. `attention_calls` counts calls over all layers,
+    `fused_layers` the layers that ran as fused launches.
     """
 
     start: int
@@ -29,6 +30,7 @@ class Step:
     masks: dict[tuple[int, ...], mx.array] = field(default_factory=dict)
     replays: dict[Any, Any] = field(default_factory=dict)
     attention_calls: int = 0
+    fused_layers: int = 0
 
     @property
     def end(self) -> int:

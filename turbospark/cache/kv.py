@@ -14,22 +14,31 @@ import mlx.core as mx
 from turbospark.cache.attend import Step, causal_attention, masked_attention, ring_mask
 from turbospark.cache.specs import FullSpec, RingSpec
 from turbospark.errors import UnsupportedError
-from turbospark.kernels.choices import choices
 from turbospark.kernels.decode_attention import Rules, decode_attention
 
 RING_SLACK = 128
 
 
 class LinearKV:
-    """K [1, KV, capacity, D] and V [1, KV, capacity, Dv]; position p lives in row p."""
+    """K [1, KV, capacity, D] and V [1, KV, capacity, Dv]; position p lives in row p.
 
-    def __init__(self, spec: FullSpec, capacity: int, dtype: mx.Dtype) -> None:
+    From `kernel_keys` keys on one row attends by the split-K kernel.
+    """
+
+    def __init__(
+        self, spec: FullSpec, capacity: int, dtype: mx.Dtype, kernel_keys: int | None = None
+    ) -> None:
+        self.kernel_keys = kernel_keys
         self.keys = mx.zeros((1, spec.kv_heads, capacity, spec.key_dim), dtype=dtype)
         self.values = mx.zeros((1, spec.kv_heads, capacity, spec.value_dim), dtype=dtype)
 
     def arrays(self) -> list[mx.array]:
         """The buffers, to be evaluated or counted; callers must not keep them."""
         return [self.keys, self.values]
+
+    def put(self, keys: mx.array, values: mx.array) -> None:
+        """Take buffers with the newest rows written in place of those held."""
+        self.keys, self.values = keys, values
 
     def rewind_refusal(self, furthest: int, to: int) -> str | None:
         """Why the layer cannot go back to `to`; None when it can."""
@@ -68,8 +77,7 @@ class LinearKV:
         self, q: mx.array, step: Step, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
         """Attend q over rows already written, this step's included."""
-        long = choices(mx.default_device()).attention_keys
-        if step.rows == 1 and long is not None and step.end >= long:
+        if step.rows == 1 and self.kernel_keys is not None and step.end >= self.kernel_keys:
             step.attention_calls += 1
             length = mx.array([step.end], dtype=mx.int32)
             out = decode_attention(q, self.keys, self.values, length, Rules(scale), sinks)
@@ -173,6 +181,10 @@ class RingKV:
     def arrays(self) -> list[mx.array]:
         """The buffers, to be evaluated or counted; callers must not keep them."""
         return [self.ring.keys, self.ring.values]
+
+    def put(self, keys: mx.array, values: mx.array) -> None:
+        """Take buffers with the newest rows written in place of those held."""
+        self.ring = _Ring(keys, values, self.window)
 
     def rewind_refusal(self, furthest: int, to: int) -> str | None:
         """Why the ring cannot go back to `to`; None when it can.

@@ -24,6 +24,7 @@ from turbospark.cache.specs import (
     SharedSpec,
 )
 from turbospark.errors import UnsupportedError
+from turbospark.kernels.choices import choices
 
 Cache = LinearKV | RingKV | LatentKV | RecurrentState
 
@@ -47,7 +48,10 @@ def ring_capacity(window: int, max_context: int, override: int | None) -> int:
 
 
 class LayerStates:
-    """Caches of every layer for one conversation of at most `max_context` positions."""
+    """Caches of every layer for one conversation of at most `max_context` positions.
+
+    `kernels` is the open option: "auto" or "reference".
+    """
 
     def __init__(
         self,
@@ -55,7 +59,9 @@ class LayerStates:
         max_context: int,
         dtype: mx.Dtype,
         ring_override: int | None = None,
+        kernels: str = "auto",
     ) -> None:
+        self._kernel_keys = choices(mx.default_device(), kernels).attention_keys
         self.specs = tuple(specs)
         self.max_context = max_context
         self.position = 0
@@ -66,6 +72,9 @@ class LayerStates:
         self.layers: list[Any] = []
         for spec in self.specs:
             self.layers.append(self._allocate(spec, dtype, ring_override))
+        self.windows = _windows(self.layers)
+        """One per layer, None where it sees everything; no tuple if a layer keeps other state."""
+        self._length: tuple[int, mx.array] | None = None
         mx.eval(self.arrays())
 
     def _allocate(self, spec: CacheSpec, dtype: mx.Dtype, override: int | None) -> Cache:
@@ -80,7 +89,7 @@ class LayerStates:
         if isinstance(spec, RingSpec):
             return RingKV(spec, ring_capacity(spec.window, self.max_context, override), dtype)
         if isinstance(spec, FullSpec):
-            return LinearKV(spec, self.max_context, dtype)
+            return LinearKV(spec, self.max_context, dtype, self._kernel_keys)
         if isinstance(spec, LatentSpec):
             return LatentKV(spec, self.max_context, dtype)
         return RecurrentState(spec, dtype)
@@ -94,6 +103,23 @@ class LayerStates:
     def arrays(self) -> list[mx.array]:
         """Every buffer, for evaluation; callers must not keep the list."""
         return [a for cache in self.owned() for a in cache.arrays()]
+
+    def unevaluated(self) -> list[mx.array]:
+        """Everything that a pass leaves behind, to be evaluated by the thread that built it."""
+        return self.arrays() + ([] if self._length is None else [self._length[1]])
+
+    def length(self) -> mx.array:
+        """int32 [1]: positions with those of the pass begun; on the device where a kernel left it,
+        because a GPU waits for what the host writes.
+        """
+        end = self.step.end
+        if self._length is None or self._length[0] != end:
+            self._length = (end, mx.array([end], dtype=mx.int32))
+        return self._length[1]
+
+    def follow(self, length: mx.array) -> None:
+        """`length` int32 [1] is what a pass of one more row will ask for."""
+        self._length = (self.step.end + 1, length)
 
     @property
     def nbytes(self) -> int:
@@ -206,3 +232,9 @@ class LayerStates:
         # Evaluated at once: another thread may feed these caches next.
         mx.eval([cache.arrays() for cache in recurrent])
         self.position = self.furthest = 0
+
+
+def _windows(layers: Sequence[Any]) -> tuple[int | None, ...] | None:
+    if not all(isinstance(cache, LinearKV | RingKV) for cache in layers):
+        return None
+    return tuple(c.window if isinstance(c, RingKV) else None for c in layers)

@@ -17,6 +17,7 @@ from turbospark.install.files import read_exactly
 from turbospark.install.packed import PackedLayer, PackedLayout
 from turbospark.install.planes import empty_planes, host_view
 from turbospark.install.record import PROJECTIONS
+from turbospark.kernels.experts import Experts, Matrix, stacked
 from turbospark.policies import LiveToggles
 
 
@@ -42,12 +43,26 @@ class ResidentExperts:
     ) -> mx.array:
         """See `ExpertStore.routed`; nothing is waited for, so `beside` needs no start."""
         x, ids, weights = rows_of(x, ids, weights)
-        self.clock.count("expert_requests", ids.size)
-        self.clock.count("expert_hits", ids.size)
         batched = len(x) == 1 or self.toggles.routed_batch_prefill
-        self.clock.count("routed_passes", 1 if batched else len(x))
+        self.count(len(x), ids.shape[1], passes=1 if batched else len(x))
         mlp = self.layers[layer]
         return (mlp(x, ids, weights) if batched else token_by_token(mlp, x, ids, weights))[None]
+
+    def count(self, tokens: int, ranks: int, passes: int) -> None:
+        """Count that many routes, computed in `passes` groups."""
+        self.clock.count("expert_requests", tokens * ranks)
+        self.clock.count("expert_hits", tokens * ranks)
+        self.clock.count("routed_passes", passes)
+
+    def packed(self, layer: int, glu: str) -> Experts | None:
+        """What the routed kernels take of a layer whose activation is `glu`; None where its
+        matrices are not packed.
+        """
+        mlp = self.layers[layer]
+        gate, up, down = (_kernel_matrix(m) for m in (mlp.gate, mlp.up, mlp.down))
+        if gate is None or up is None or down is None:
+            return None
+        return Experts(gate, up, down, glu)
 
     def watch(self, layer: int, router: Router, beside: bool = False) -> None:
         """See `ExpertStore.watch`; there is nothing to look ahead for."""
@@ -74,6 +89,16 @@ class ResidentExperts:
     @property
     def buffers(self) -> int:
         return sum(len(mlp.arrays()) for mlp in self.layers.values())
+
+
+def _kernel_matrix(m: StackedMatrix) -> Matrix | None:
+    """One projection of all experts as kernels read it; None where it is dense."""
+    if not isinstance(m.fmt, Quant) or m.scales is None:
+        return None
+    _, rows, words = m.weight.shape
+    planes = [None if a is None else stacked(a) for a in (m.biases, m.bias)]
+    columns = words * 32 // m.fmt.bits
+    return Matrix(m.fmt, rows, columns, stacked(m.weight), stacked(m.scales), *planes)
 
 
 def load_resident(
@@ -116,9 +141,9 @@ def _load_matrix(layer: PackedLayer, name: str, dtype: mx.Dtype) -> StackedMatri
     roles = layer.record.tensors
     tensor = roles[name]
     fmt = tensor.fmt
-    stacked = empty_planes(fmt, (layer.count, *tensor.shape))
+    planes = empty_planes(fmt, (layer.count, *tensor.shape))
     suffixes = ("", "_scales", "_biases")
-    for suffix, array in zip(suffixes, stacked.arrays(), strict=False):
+    for suffix, array in zip(suffixes, planes.arrays(), strict=False):
         _fill(layer, name + suffix, array)
     bias = None
     if f"{name}_bias" in roles:
@@ -128,17 +153,17 @@ def _load_matrix(layer: PackedLayer, name: str, dtype: mx.Dtype) -> StackedMatri
         _fill(layer, f"{name}_bias", vectors.weight)
         bias = vectors.dense(dtype)
     if not isinstance(fmt, Quant):
-        matrix = StackedMatrix(fmt, stacked.dense(dtype), bias=bias)
-    elif stacked.scales is not None and stacked.biases is not None:
+        matrix = StackedMatrix(fmt, planes.dense(dtype), bias=bias)
+    elif planes.scales is not None and planes.biases is not None:
         matrix = StackedMatrix(
             fmt,
-            stacked.weight,
-            stacked.scales.astype(dtype),
-            stacked.biases.astype(dtype),
+            planes.weight,
+            planes.scales.astype(dtype),
+            planes.biases.astype(dtype),
             bias,
         )
     else:
-        matrix = StackedMatrix(fmt, stacked.weight, stacked.scales, None, bias)
+        matrix = StackedMatrix(fmt, planes.weight, planes.scales, None, bias)
     mx.eval(matrix.arrays())
     return matrix
 

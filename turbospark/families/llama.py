@@ -23,6 +23,17 @@ from turbospark.families.config import ConfigReader
 from turbospark.families.gguf import gguf_base_config, gguf_name
 from turbospark.families.names import expert_pieces, plain_name, unpermute_rows
 from turbospark.install.arch import ArchConfig
+from turbospark.kernels.rope_kv import Heads
+from turbospark.layers.fused_decode import (
+    FusedDecode,
+    FusedExperts,
+    FusedLayer,
+    FusedMLP,
+    NormedHead,
+    fused_experts,
+    fused_layer,
+    fused_mlp,
+)
 from turbospark.layers.mlp import GatedMLP
 from turbospark.layers.moe import softmax_top_k, swiglu
 from turbospark.layers.rope import Rope, make_rope, scaling_kind
@@ -226,12 +237,20 @@ class Attention:
         name = f"model.layers.{layer}.self_attn"
         self.layer = layer
         self.heads, self.kv_heads = c.num_attention_heads, c.num_key_value_heads
+        self.head_dim = c.head_dim
         self.scale = c.head_dim**-0.5
         self.rope = rope
         self.qkv = w.fused([f"{name}.{p}_proj" for p in "qkv"], bias=c.qkv_bias)
         self.o_proj = w.linear(f"{name}.o_proj", bias=c.o_bias)
         self.q_norm = w.norm(f"{name}.q_norm.weight", c.rms_norm_eps) if c.qk_norm else None
         self.k_norm = w.norm(f"{name}.k_norm.weight", c.rms_norm_eps) if c.qk_norm else None
+
+    def fused_heads(self) -> Heads:
+        """The heads between the projections, as kernels take them."""
+        q, k = self.q_norm, self.k_norm
+        if q is None or k is None:
+            return Heads(self.heads, self.kv_heads, self.head_dim)
+        return Heads(self.heads, self.kv_heads, self.head_dim, q.weight, k.weight, q.eps)
 
     def __call__(self, x: mx.array, states: LayerStates) -> mx.array:
         rows = x.shape[1]
@@ -294,6 +313,21 @@ class Layer:
         x = x + self.attention(self.input_layernorm(x), states)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+    def fused(self, dtype: mx.Dtype) -> FusedLayer | None:
+        """The same as a few launches; None where it has to stay as it is."""
+        a, m, norm = self.attention, self.mlp, self.post_attention_layernorm
+        if isinstance(m, GatedMLP):
+            mlp: FusedMLP | FusedExperts | None = fused_mlp(
+                norm, m.gate_up, m.down_proj, "silu", dtype
+            )
+        else:
+            mlp = fused_experts(
+                norm, m.router, m.top_k, m.normalize, m.experts, m.layer, "silu", dtype
+            )
+        return fused_layer(
+            self.input_layernorm, a.qkv, a.fused_heads(), a.rope, a.scale, a.o_proj, mlp, dtype
+        )
+
 
 def cache_specs(c: Config) -> list[CacheSpec]:
     """What each layer must remember."""
@@ -314,7 +348,11 @@ class Model:
         self.embed_tokens = w.embedding("model.embed_tokens")
         self.layers = [Layer(c, w, i, rope, experts) for i in range(c.num_hidden_layers)]
         self.norm = w.norm("model.norm.weight", c.rms_norm_eps)
-        self.lm_head = self.embed_tokens.as_linear if c.tie_word_embeddings else w.linear("lm_head")
+        lm_head = self.embed_tokens.head if c.tie_word_embeddings else w.linear("lm_head")
+        self.logits = NormedHead(self.norm, lm_head, w.kernels, w.dtype)
+        self.decode = FusedDecode(
+            self.layers, [layer.fused(w.dtype) for layer in self.layers], w.kernels
+        )
 
     def __call__(
         self,
@@ -323,6 +361,8 @@ class Model:
         after_layer: Callable[[int, mx.array], mx.array] | None = None,
     ) -> mx.array:
         x = self.embed_tokens(ids)
+        if self.decode.takes(states):
+            return self.decode(x, states, after_layer)
         for i, layer in enumerate(self.layers):
             x = layer(x, states)
             if after_layer is not None:
@@ -333,7 +373,7 @@ class Model:
         return self.norm(hidden)
 
     def head(self, hidden: mx.array) -> mx.array:
-        return self.lm_head(self.norm(hidden)).astype(mx.float32)
+        return self.logits(hidden).astype(mx.float32)
 
 
 # --- weight names ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Knows back ends and sizes. Does not know models. A threshold of None means never
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 
 import mlx.core as mx
@@ -19,23 +19,42 @@ class Choices:
     `unpack_rows`: rows of a product from which a packed matrix is unpacked once and multiplied
     dense. `padded_routes`: (token, rank) routes from which experts are unpacked and multiplied as
     one padded batch. `attention_keys`: keys from which one row attends by the split-K kernel over
-    the whole buffer. `prefill_chunk`: prompt tokens per pass for "auto".
+    the whole buffer. `fused_rows`: the most rows of a pass that runs through fused layers;
+    `compiled`: one row runs through all of them as one traced graph. `prefill_chunk`: prompt tokens
+    per pass for "auto".
     """
 
     unpack_rows: int | None
     padded_routes: int | None
     attention_keys: int | None
+    fused_rows: int | None
+    compiled: bool
     prefill_chunk: int
 
+    def without_kernels(self) -> Choices:
+        """The same with MLX's own operations alone."""
+        return replace(self, attention_keys=None, fused_rows=None, compiled=False)
+
+
+PLAIN = Choices(None, None, None, fused_rows=None, compiled=False, prefill_chunk=512)
 
 CHOICES = {
     # Packed matrices are expanded at open; the figures do not apply.
-    "cpu": Choices(None, None, None, prefill_chunk=512),
-    # Unmeasured: MLX's own kernels are kept.
-    "metal": Choices(None, None, None, prefill_chunk=512),
+    "cpu": PLAIN,
+    # Unmeasured: MLX's own kernels are kept. Its launches cost a tenth of CUDA's and read packed
+    # matrices at memory speed, so what fusing saves on CUDA is small there.
+    "metal": PLAIN,
     # One H200, mlx 0.32.4: quantized_matmul 56-119 TFLOP/s against 157-537 dense; gather_qmm 5;
     # one row over 8k, 32k, 128k keys of 8 heads: MLX 57, 183, 650 us, the kernel 80, 114, 247.
-    "cuda": Choices(unpack_rows=256, padded_routes=2048, attention_keys=16384, prefill_chunk=4096),
+    # Fused layers take up to 8 rows, but each number of rows is compiled anew, for 20 s.
+    "cuda": Choices(
+        unpack_rows=256,
+        padded_routes=2048,
+        attention_keys=16384,
+        fused_rows=1,
+        compiled=True,
+        prefill_chunk=4096,
+    ),
 }
 
 
@@ -61,6 +80,7 @@ def backend(device: mx.Device) -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def choices(device: mx.Device) -> Choices:
-    """The table's row for `device`."""
-    return CHOICES[backend(device)]
+def choices(device: mx.Device, kernels: str = "auto") -> Choices:
+    """The table's row for `device`; with kernels "reference", without kernels of our own."""
+    row = CHOICES[backend(device)]
+    return row if kernels == "auto" else row.without_kernels()

@@ -134,6 +134,11 @@ class Embedding:
         """x [..., width] -> [..., rows]: the tied output head."""
         return x @ self.matrix
 
+    @property
+    def head(self) -> AnyLinear:
+        """The tied output head as a matrix."""
+        return Linear(self.matrix)
+
 
 @dataclass(frozen=True)
 class QuantizedEmbedding:
@@ -151,6 +156,11 @@ class QuantizedEmbedding:
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., width] -> [..., rows]: the tied output head."""
         return self.packed(x)
+
+    @property
+    def head(self) -> AnyLinear:
+        """The tied output head as a matrix."""
+        return self.packed
 
 
 AnyEmbedding = Embedding | QuantizedEmbedding

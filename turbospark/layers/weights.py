@@ -15,6 +15,7 @@ import numpy as np
 from turbospark.dtypes import Quant
 from turbospark.errors import MissingTensorError, TensorShapeError
 from turbospark.install.planes import Planes
+from turbospark.kernels.choices import PLAIN, Choices
 from turbospark.layers.linear import (
     AnyEmbedding,
     AnyLinear,
@@ -41,7 +42,7 @@ class Weights:
 
     With `expand`, quantized matrices are unpacked to `dtype` and dense ones laid out for the CPU
     back end, which multiplies dense rows faster than packed ones. `shapes` are the family's; every
-    read is checked against them. `unpack_rows` is handed to every packed matrix.
+    read is checked against them. `kernels` says which products and layers run how.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class Weights:
         shapes: dict[str, tuple[int, ...]],
         dtype: mx.Dtype,
         expand: bool = False,
-        unpack_rows: int | None = None,
+        kernels: Choices = PLAIN,
     ) -> None:
         self.reader = reader
         self.shapes = shapes
         self.dtype = dtype
         self.expand = expand
-        self.unpack_rows = unpack_rows
+        self.kernels = kernels
         self.nbytes = 0
 
     def __contains__(self, name: str) -> bool:
@@ -149,7 +150,7 @@ class Weights:
             self._keep(scales),
             biases,
             bias,
-            unpack_rows=self.unpack_rows,
+            unpack_rows=self.kernels.unpack_rows,
         )
 
     def _keep(self, array: mx.array) -> mx.array:
