@@ -354,8 +354,13 @@ class Engine:
         return None
 
     def _drop_ahead(self) -> None:
-        """Undo a pass in flight. Its rows lie past the position; recurrent state is put back."""
+        """Undo a pass in flight. Its rows lie past the position; recurrent state is put back.
+
+        It is waited for: kernels store rows where MLX does not see it, so that what comes next
+        could be overtaken.
+        """
         if self._ahead is not None:
+            mx.eval([a for a in (self._ahead.guess, self._ahead.logits) if a is not None])
             self.states.restore(self._ahead.before)
             self._ahead = None
             self.clock.count("passes_dropped")
