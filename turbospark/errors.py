@@ -41,7 +41,7 @@ class ContextOverflowError(TurbosparkError):
         self.max_new_tokens = max_new_tokens
         self.max_context = max_context
         super().__init__(
-            f"prompt of {prompt_tokens} tokens + {max_new_tokens} new tokens = "
+            f"{prompt_tokens} tokens + {max_new_tokens} new tokens = "
             f"{prompt_tokens + max_new_tokens} exceeds max_context {max_context}; "
             "shorten the prompt, lower max_new_tokens or open with a larger max_context"
         )

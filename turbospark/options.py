@@ -103,6 +103,9 @@ SidecarPath = Annotated[
     str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)
 ]
 AutoOrPositive = Literal["auto"] | Positive
+MAX_CONTEXT = 1 << 24
+"""Positions at most: float32 tells all of them apart, and sizes stay within MLX's 31 bits."""
+Context = Literal["auto"] | Annotated[int, Strict(), Field(ge=1, le=MAX_CONTEXT)]
 PrefillChunk = Literal["off", "auto", 32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 
@@ -121,9 +124,9 @@ class OpenOptions(FrozenOptions):
         "an ArchConfig or None",
         "architecture the manifest must match field by field; None trusts the manifest",
     )
-    max_context: AutoOrPositive = option(
+    max_context: Context = option(
         DEFAULT_MAX_CONTEXT,
-        "an integer >= 1 or 'auto'",
+        f"an integer 1..{MAX_CONTEXT} or 'auto'",
         "tokens the KV cache is allocated for; 'auto' fits the trained context and the memory",
     )
     min_auto_context: Natural = option(

@@ -91,6 +91,14 @@ class FrozenOptions(BaseModel):
                 f"use .replace({name}=...)"
             )
 
+    if not TYPE_CHECKING:
+
+        def __delattr__(self, name: str) -> None:
+            raise OptionError(
+                f"{type(self).__name__}.{name} cannot be deleted: options are frozen; "
+                f"use .replace({name}=...)"
+            )
+
     @classmethod
     def of(cls: type[_Self], options: _Self | None) -> _Self:
         """What a caller gave as `options`, or the defaults for None. Raises OptionError."""

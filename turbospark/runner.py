@@ -37,7 +37,7 @@ from turbospark.opening import load
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.policies import short
 from turbospark.resolve import Resolved, resolve, resolve_context
-from turbospark.text.tokenizer import Tokenizer, declared_stops
+from turbospark.text.tokenizer import Tokenizer, load_with_stops
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -113,8 +113,7 @@ class Runner:
         )
         engine, weights_bytes = load(install, options, family, config, specs, resolved)
         eos = values.get("eos_token_id")
-        tokenizer = Tokenizer.load(install.path, config_eos=eos)
-        stops = tokenizer.stop_ids if tokenizer is not None else declared_stops(install.path, eos)
+        tokenizer, stops = load_with_stops(install.path, eos)
         return cls(
             install.path,
             options,

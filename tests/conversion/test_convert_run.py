@@ -33,8 +33,10 @@ from checkpoints import (
     save_gguf,
     store_experts,
 )
+from tiny_tokenizers import write as write_tokenizer
 
 from turbospark.conversion import convert
+from turbospark.conversion.safetensors import SafetensorsSource
 from turbospark.errors import (
     InstallExistsError,
     ModelFormatError,
@@ -108,14 +110,30 @@ def test_experts_arrive_however_they_were_stored(tmp_path: Path, storage: str) -
 
 def test_sidecars_are_copied_and_other_files_are_not(llama: Path, tmp_path: Path) -> None:
     copied = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
-    for name in copied[:-1]:
-        (llama / name).write_text(f"{{}} {name}")
+    write_tokenizer(llama, config={"bos_token": None}, template="{{ messages }}")
     (llama / "README.md").write_text("no")
     with Install.open(run(llama, tmp_path / "out.gturbo")) as install:
         for name in copied:
             assert install.sidecar(name).read_bytes() == (llama / name).read_bytes()  # type: ignore[union-attr]
         assert install.sidecar("README.md") is None
         assert install.manifest.extension["hasTokenizer"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "refusal"),
+    [
+        ("tokenizer.json", "{}", r"tokenizer\.json: not a tokenizer"),
+        ("generation_config.json", '{"eos_token_id": "end"}', r"eos_token_id = 'end'"),
+    ],
+)
+def test_what_an_open_would_refuse_is_refused_before_weights_are_read(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, refusal: str
+) -> None:
+    (llama / name).write_text(text)
+    monkeypatch.setattr(SafetensorsSource, "read", None)
+    with pytest.raises(ModelFormatError, match=refusal):
+        run(llama, tmp_path / "out.gturbo")
+    assert not list(tmp_path.glob("out.gturbo*"))
 
 
 def test_a_sidecar_of_absurd_size_is_refused(

@@ -66,6 +66,7 @@ def test_generation_defaults_are_the_specification_table():
     ("field", "value"),
     [
         ("max_context", 0),
+        ("max_context", 2**24 + 1),
         ("max_context", "automatic"),
         ("max_context", True),
         ("max_context", "4096"),
@@ -181,6 +182,7 @@ def test_nested_refusals_name_the_way_to_the_field():
 def test_options_are_frozen_and_replace_revalidates():
     options = OpenOptions()
     assert "use .replace(max_context=...)" in refusal(setattr, options, "max_context", 8)
+    assert "cannot be deleted" in refusal(delattr, options, "max_context")
     changed = options.replace(max_context=8)
     assert changed.max_context == 8 and options.max_context == 4096
     refusal(options.replace, min_auto_context=5)

@@ -40,6 +40,7 @@ from turbospark.install.arch import ArchConfig, validation_error
 from turbospark.install.files import as_path
 from turbospark.install.quant import quant_block
 from turbospark.install.staging import StagedInstall, check_destination
+from turbospark.text.tokenizer import load_with_stops
 from turbospark.version import __version__
 
 # Settings that describe the source's storage, which the install's index replaces.
@@ -116,11 +117,13 @@ def write_install(
         StagedInstall(dest, force) as staged,
         tqdm(total=total, unit="B", unit_scale=True, desc=dest.name, disable=not progress) as bar,
     ):
-        write_resident(source, plan, formats, staged.resident, bar.update)
-        write_experts(source, plan, formats, staged.experts, bar.update)
         for name, data in source.sidecars.items():
             staged.write_sidecar(name, data)
+        # What an open would refuse is refused before the weights are read.
+        load_with_stops(staged.path, source.config.get("eos_token_id"))
         _warn_without_tokenizer(checkpoint)
+        write_resident(source, plan, formats, staged.resident, bar.update)
+        write_experts(source, plan, formats, staged.experts, bar.update)
         return staged.publish(
             arch=arch,
             model_id=origin.repo_id or source.path.name.removesuffix(".gguf"),

@@ -191,7 +191,22 @@ class Tokenizer:
         )
 
 
-def declared_stops(directory: str | Path, config_eos: int | Iterable[int] | None) -> dict[int, str]:
+def load_with_stops(
+    directory: Path, config_eos: int | Iterable[int] | None
+) -> tuple[Tokenizer | None, Mapping[int, str]]:
+    """The tokenizer of an install, if it has one, and end id -> stop reason.
+
+    Raises ModelFormatError for a damaged file.
+    """
+    tokenizer = Tokenizer.load(directory, config_eos=config_eos)
+    if tokenizer is not None:
+        return tokenizer, tokenizer.stop_ids
+    return None, _declared_stops(directory, config_eos)
+
+
+def _declared_stops(
+    directory: str | Path, config_eos: int | Iterable[int] | None
+) -> dict[int, str]:
     """End id -> stop reason of an install without a tokenizer: what its configuration
     (`config_eos`) and its generation_config.json name.
     """
