@@ -6,7 +6,7 @@ besides the streamed expert store that evaluates arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
@@ -29,6 +29,7 @@ from turbospark.errors import (
 )
 from turbospark.experts.base import ExpertStore
 from turbospark.families.base import Model
+from turbospark.kernels.likeliest import likeliest_reference
 from turbospark.options import LiveToggles
 
 SMALL_SLICE = 4
@@ -41,7 +42,7 @@ class Engine:
     """Feeds tokens to a model; implements the protocol that `generation` drives.
 
     `score_values` bounds rows x keys of one pass, for back ends that hold all scores of a layer at
-    once; None where attention is computed without them.
+    once; None where attention is computed without them. `pick` takes the likeliest id of a row.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Engine:
         prefix_reuse: bool,
         clock: PhaseClock,
         score_values: int | None = None,
+        pick: Callable[[mx.array], mx.array] = likeliest_reference,
     ) -> None:
         self.model = model
         self.store = store
@@ -69,11 +71,13 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.clock = clock
         self.score_values = score_values
+        self.pick = pick
         self.kept = 0
         self.evicted = False
         self.run_ahead = False
         """Guess the next token while the last one is sampled; for greedy decoding on a GPU."""
         self._ahead: _Ahead | None = None
+        self._newest: _Row | None = None
 
     @property
     def states(self) -> LayerStates:
@@ -104,15 +108,27 @@ class Engine:
 
     def step(self, token: int) -> mx.array:
         """Feed one token -> float32 logits [vocab] of what follows."""
-        logits = self._take_ahead(token)
-        if logits is None:
+        found = self._take_ahead(token)
+        if found is None:
             logits = self._pass([token], head="last")
-        assert logits is not None
+            assert logits is not None
+            found = _Row(logits)
         if self.run_ahead:
-            self._look_ahead(logits)
+            found = self._look_ahead(found)
+        self._newest = found
         with self._guarded(), self.clock.phase("final_wait"):
-            mx.eval(logits)
-        return logits
+            mx.eval(found.logits)
+        return found.logits
+
+    def likeliest(self, logits: mx.array) -> int:
+        """The first id of the largest of logits [vocab], -1 if one is not finite; only it is read
+        back.
+        """
+        row = self._newest
+        known = row.id if row is not None and row.logits is logits else None
+        with self.clock.phase("final_wait"), mx.stream(self.device):
+            chosen: int = (self.pick(logits) if known is None else known).item()  # type: ignore
+        return chosen
 
     def finish(self) -> dict[str, Any]:
         """What a result reports about the state it leaves behind."""
@@ -264,6 +280,7 @@ class Engine:
     def _pass(self, ids: list[int], head: str) -> mx.array | None:
         """One forward pass over `ids`; head "last" -> [vocab], "all" -> [L, vocab], evaluated."""
         self._drop_ahead()
+        self._newest = None
         self._check_usable(len(ids))
         with self._guarded():
             with self.clock.phase("build"):
@@ -319,24 +336,33 @@ class Engine:
 
     # --- running ahead ----------------------------------------------------------------------------
 
-    def _look_ahead(self, logits: mx.array) -> None:
-        """Start the pass that follows if the most likely token is chosen, before it is read back.
+    def _look_ahead(self, row: _Row) -> _Row:
+        """Start the pass that follows if the most likely token is chosen, before it is read back
+        -> the row with that token.
 
         The device works while the host samples. The pass counts only when `step` confirms its
-        token; until then the position has not moved.
+        token; until then the position has not moved. Whoever waits for an array waits for all that
+        was started with it: so an id is started with the pass that gives it, not with the next.
         """
         if self.position >= self.max_context:
-            return
+            return row
         with self._guarded(), self.clock.phase("build"):
+            token = row.id
+            if token is None:
+                with mx.stream(self.device):
+                    token = self.pick(row.logits)
+                mx.async_eval(token)
             before = self.states.snapshot()
+            _, logits = self._build(token.reshape(1, 1), "last")
+            assert logits is not None
             with mx.stream(self.device):
-                guess = mx.argmax(logits, axis=-1)
-            _, following = self._build(guess.reshape(1, 1), "last")
-            mx.async_eval([guess, following, self.states.unevaluated()])
-            self._ahead = _Ahead(guess, following, before)
+                following = _Row(logits, self.pick(logits))
+            mx.async_eval([following.id, logits, self.states.unevaluated()])
+            self._ahead = _Ahead(token, following, before)
+        return _Row(row.logits, token)
 
-    def _take_ahead(self, token: int) -> mx.array | None:
-        """The logits, not yet waited for, of the pass in flight if it was for `token`; else it is
+    def _take_ahead(self, token: int) -> _Row | None:
+        """What the pass in flight gives, not yet waited for, if it was for `token`; else it is
         undone. The next pass is begun before anybody waits for this one.
         """
         ahead = self._ahead
@@ -345,11 +371,11 @@ class Engine:
         self._check_usable(1)
         with self._guarded():
             with self.clock.phase("final_wait"):
-                right = ahead.guess.item() == token
+                right = ahead.token.item() == token
             if right:
                 self._ahead = None
                 self._commit([token])
-                return ahead.logits
+                return ahead.following
         self._drop_ahead()
         return None
 
@@ -357,19 +383,27 @@ class Engine:
         """Undo a pass in flight. Its rows lie past the position; recurrent state is put back.
 
         It is waited for: kernels store rows where MLX does not see it, so that what comes next
-        could be overtaken.
+        could overtake them.
         """
         if self._ahead is not None:
-            mx.eval([a for a in (self._ahead.guess, self._ahead.logits) if a is not None])
+            mx.eval(self._ahead.following.logits)
             self.states.restore(self._ahead.before)
             self._ahead = None
             self.clock.count("passes_dropped")
 
 
 @dataclass(frozen=True)
-class _Ahead:
-    """A pass in flight: the token it was built for, its logits [vocab], what was before."""
+class _Row:
+    """Logits [vocab] and the id int32 [1] of the largest, where it was asked for."""
 
-    guess: mx.array
-    logits: mx.array | None
+    logits: mx.array
+    id: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A pass in flight: the token it was built for, what it gives, what was before."""
+
+    token: mx.array
+    following: _Row
     before: Snapshot

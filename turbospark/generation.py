@@ -51,6 +51,9 @@ class Engine(Protocol):
     def step(self, token: int) -> Any:
         """Feed one token -> logits of what follows."""
 
+    def likeliest(self, logits: Any) -> int:
+        """The first id of the largest of those logits; -1 if one of them is not finite."""
+
     def finish(self) -> Mapping[str, Any]:
         """Fields of `GenerationResult` that only the engine knows (`kv_position`, ...)."""
 
@@ -351,9 +354,16 @@ class _Run:
         if self._pending is not None:
             self._logits = self._engine.step(self._pending)
         with self._engine.clock.phase("sampling"):
-            token = self._sampler.sample(self._logits, self._sink.history, self._sink.prompt_len)
+            token = self._choose()
         self._logits, self._pending = None, token
         return self._sink.commit(token)
+
+    def _choose(self) -> int:
+        """The next token; greedy decoding reads back its id alone, unless logits are faulty."""
+        token = self._engine.likeliest(self._logits) if self._sampler.takes_likeliest else -1
+        if token >= 0:
+            return token
+        return self._sampler.sample(self._logits, self._sink.history, self._sink.prompt_len)
 
     def _finish(self, events: list[Event]) -> list[Event]:
         sink, elapsed = self._sink, perf_counter() - self._mark

@@ -19,6 +19,7 @@ from turbospark.families.base import Family
 from turbospark.install.opening import Install
 from turbospark.install.planes import MX_DTYPES
 from turbospark.kernels.choices import choices
+from turbospark.kernels.likeliest import likeliest, likeliest_reference
 from turbospark.layers.weights import Weights
 from turbospark.options import LiveToggles, OpenOptions
 from turbospark.resolve import Resolved
@@ -86,6 +87,7 @@ def load(
         prefill_chunk=resolved.prefill_chunk,
         prefix_reuse=resolved.prefix_reuse,
         clock=clock,
+        pick=likeliest if options.kernels == "auto" else likeliest_reference,
         score_values=SCORE_BYTES // (4 * install.arch.num_heads) if device == mx.cpu else None,
     )
     return engine, weights.nbytes

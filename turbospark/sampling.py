@@ -54,6 +54,11 @@ class Sampler:
         )
         self._tally = _Tally()
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether every draw is the first of the largest logits as they come."""
+        return self.options.temperature == 0 and not self._penalises
+
     def sample(self, logits: Any, history: Sequence[int], prompt_len: int) -> int:
         """The next token id.
 

@@ -86,6 +86,9 @@ class Script:
         self.log.append(("step", token))
         return self.logits()
 
+    def likeliest(self, logits):
+        return int(np.argmax(logits)) if np.isfinite(logits).all() else -1
+
     def finish(self):
         return {
             "kv_position": len(self.fed),

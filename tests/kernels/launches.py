@@ -11,6 +11,7 @@ from turbospark.kernels import (
     expert_matrix,
     expert_scalar,
     experts,
+    likeliest,
     qmv_matrix,
     qmv_scalar,
     rope_kv,
@@ -131,6 +132,15 @@ def router() -> Launch:
     return router_topk.launch(normal((2, 128), mx.float32, 0), 8, True, 1.0)
 
 
+def likeliest_shares() -> Launch:
+    return likeliest.launch_shares(normal((1000,), mx.float32, 0))
+
+
+def likeliest_best() -> Launch:
+    values, ids = normal((64,), mx.float32, 0), mx.arange(64).astype(mx.int32)
+    return likeliest.launch_best(values, ids)
+
+
 LAUNCHES = {
     make.__name__: make
     for make in (
@@ -147,5 +157,7 @@ LAUNCHES = {
         rope,
         rope_store,
         router,
+        likeliest_shares,
+        likeliest_best,
     )
 }

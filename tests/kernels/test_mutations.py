@@ -24,6 +24,7 @@ from turbospark.kernels import (
     decode_attention,
     expert_matrix,
     expert_scalar,
+    likeliest,
     qmv_matrix,
     qmv_scalar,
     rope_kv,
@@ -174,6 +175,22 @@ def best() -> Trial:
     return Trial(run, router.loop(floats(logits), 6, True, 1.0)[0], 1e-9)
 
 
+def shares() -> Trial:
+    row = mx.clip(mx.round(normal((40_000,), mx.float32, 0)), -1, 1)
+    row[5] = mx.inf
+    values, part = floats(row), np.arange(40_000) // 256 % likeliest.SHARES
+    want = [np.flatnonzero((part == s) & (values == values[part == s].max()))[0] for s in range(64)]
+    want[0] = -1
+    return Trial(likeliest.launch_shares(row), np.array(want), 1e-9, operator.itemgetter(1))
+
+
+def best_share() -> Trial:
+    values, ids = np.zeros(64, np.float32), np.arange(64, dtype=np.int32)[::-1].copy()
+    values[:20] = -1.0
+    run = likeliest.launch_best(mx.array(values), mx.array(ids))
+    return Trial(run, np.array([0]) + ids[20:].min() + 1, 1e-9, lambda out: out[0] + 1)
+
+
 BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
     "scalar: no barrier before x is read": (
         scalar, "    ts_barrier();\n\n    TS_UNROLL", "    TS_UNROLL",
@@ -237,6 +254,12 @@ BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
     "rope: position of the next row": (rotate, "length[0] - M + m", "length[0] - M + m + 1"),
     "router: the higher index wins ties": (best, "left[i] > best", "left[i] >= best"),
     "router: the chosen one stays": (best, "left[i] = -3e30f", "left[i] = left[i]"),
+    "likeliest: infinity passes": (shares, "<= 3.4028235e38f)) bad", ">= 0.0f)) bad"),
+    "likeliest: the last of equals": (shares, "v > value || id", "v >= value || id"),
+    "likeliest: no barrier": (shares, "  ts_barrier();\n", ""),
+    "likeliest: shares in the order of lanes": (
+        best_share, "v == value && i < best", "v == value && i > best",
+    ),
 }  # fmt: skip
 
 

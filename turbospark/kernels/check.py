@@ -34,6 +34,7 @@ from turbospark.kernels.decode_attention import Tuning as AttentionTuning
 from turbospark.kernels.experts import Around as ExpertAround
 from turbospark.kernels.experts import Experts, Matrix, stacked
 from turbospark.kernels.fused import Around, qmv_reference
+from turbospark.kernels.likeliest import launch_best, launch_shares, likeliest_reference
 from turbospark.kernels.rope_kv import Heads, Turn, launch_store, rope_kv_reference
 from turbospark.kernels.router_topk import launch as launch_router
 from turbospark.kernels.router_topk import router_topk_reference
@@ -310,6 +311,16 @@ def small_checks() -> Iterator[Check]:
             logits.nbytes,
         )
     yield _rope()
+    logits = normal((128256,), mx.float32, 0)
+    yield Check(
+        "likeliest",
+        "128256 logits",
+        mx.float32,
+        lambda where: launch_best(*launch_shares(logits).run(where)).run(where)[0],
+        lambda: likeliest_reference(logits),
+        np.argmax(floats(logits), keepdims=True).astype(np.float64),
+        logits.nbytes,
+    )
 
 
 def _rope() -> Check:
