@@ -139,7 +139,6 @@ def test_every_variable_of_the_options_page_is_read() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"kv_quant": 4},
         {"steering": {"vectors": []}},
         {"speculation": {"mtp": 2}},
         {"vision_sidecar": "auto"},

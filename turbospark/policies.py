@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import Enum
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -193,6 +194,16 @@ class KvQuant(Enum):
     def bits(self) -> float | None:
         """Bits per element, or None when off."""
         return None if self is KvQuant.OFF else float(self.value)
+
+    @property
+    def key_bits(self) -> int | None:
+        """Bits per element of keys; keys need them more than values, so 3.5 is 4 and 3."""
+        return None if self is KvQuant.OFF else ceil(float(self.value))
+
+    @property
+    def value_bits(self) -> int | None:
+        """Bits per element of values."""
+        return None if self is KvQuant.OFF else int(float(self.value))
 
     def __str__(self) -> str:
         return str(self.value)

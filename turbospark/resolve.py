@@ -14,8 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from turbospark.cache.packed import packed_specs
 from turbospark.cache.pool import MAX_SNAPSHOTS
-from turbospark.cache.specs import CacheSpec, RingSpec
+from turbospark.cache.specs import CacheSpec, PackedSpec, RingSpec
 from turbospark.dtypes import Quant, Raw
 from turbospark.errors import OptionError, UnsupportedError
 from turbospark.experts.mapped import scratch_bytes, zero_copy
@@ -26,7 +27,7 @@ from turbospark.install.packed import PackedLayer, PackedLayout, RecordTensor
 from turbospark.install.planes import MX_DTYPES
 from turbospark.install.record import PROJECTIONS, RecordLayout
 from turbospark.kernels.choices import choices
-from turbospark.options import ExpertResidency, KvQuant, OpenOptions
+from turbospark.options import ExpertResidency, OpenOptions
 from turbospark.sizing import (
     Load,
     auto_context,
@@ -107,6 +108,27 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
     )
 
 
+def resolve_caches(
+    options: OpenOptions, family: Family, specs: Sequence[CacheSpec]
+) -> list[CacheSpec]:
+    """What each layer will remember, packed where `kv_quant` asks for it.
+
+    Raises UnsupportedError when no layer, or not every one that should, can be packed.
+    """
+    keys, values = options.kv_quant.key_bits, options.kv_quant.value_bits
+    if keys is None or values is None:
+        return list(specs)
+    packed, reason = packed_specs(specs, keys, values)
+    if reason is None and not any(isinstance(s, PackedSpec) for s in packed):
+        reason = "no layer but the last attends to all positions with keys and values of its own"
+    if reason is not None:
+        raise UnsupportedError(
+            f"kv_quant={options.kv_quant} cannot pack the caches of this {family.name} model: "
+            f"{reason}; leave kv_quant at 'off'"
+        )
+    return packed
+
+
 def resolve_context(
     resolved: Resolved,
     options: OpenOptions,
@@ -136,7 +158,8 @@ def resolve_context(
         check_load(load, options.max_context, options.load_guard)
         _warn_past_training(options.max_context, trained)
     _check_ring(options.swa_ring_capacity, resolved.max_context, specs)
-    return resolved
+    layers = tuple(i for i, spec in enumerate(specs) if isinstance(spec, PackedSpec))
+    return replace(resolved, kv_quantized_layers=layers)
 
 
 def _warn_past_training(context: int, trained: int | None) -> None:
@@ -189,7 +212,6 @@ def _record_bytes(record: RecordLayout, itemsize: int) -> int:
 def refuse_unsupported(options: OpenOptions, family: Family) -> None:
     """Refuse every option whose feature this build or family does not have."""
     asked = {
-        "kv_quant": options.kv_quant is not KvQuant.OFF,
         "steering": options.steering is not None,
         "speculation": any(
             p.kind == "fixed" for p in (options.speculation.mtp, options.speculation.dflash)
@@ -207,6 +229,7 @@ def refuse_unsupported(options: OpenOptions, family: Family) -> None:
     causes = {
         "prefix_reuse": (options.prefix_reuse, can.prefix_reuse),
         "session_slots": (options.session_slots > 1, can.session_pool),
+        "kv_quant": (options.kv_quant.bits is not None, can.kv_quant),
         "prefill_chunk": (isinstance(options.prefill_chunk, int), can.chunked_prefill),
     }
     for name, (wanted, cause) in causes.items():

@@ -36,7 +36,7 @@ from turbospark.memory import MemoryReport
 from turbospark.opening import load
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.policies import short
-from turbospark.resolve import Resolved, resolve, resolve_context
+from turbospark.resolve import Resolved, resolve, resolve_caches, resolve_context
 from turbospark.text.tokenizer import Tokenizer, load_with_stops
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -103,9 +103,10 @@ class Runner:
         family = family_for_wire(install.arch.family)
         values = install.config or family.config_from_arch(install.arch)
         config = family.read_config(ConfigReader(values, str(install.path / "manifest.json")))
-        specs = family.cache_specs(config)
+        resolved = resolve(options, install, family, values["model_type"])
+        specs = resolve_caches(options, family, family.cache_specs(config))
         resolved = resolve_context(
-            resolve(options, install, family, values["model_type"]),
+            resolved,
             options,
             install,
             specs,

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turbospark.cache.kv import RING_SLACK
-from turbospark.cache.specs import CacheSpec, FullSpec, LatentSpec, RecurrentSpec, RingSpec
+from turbospark.cache.packed import packed_bytes
+from turbospark.cache.specs import (
+    CacheSpec,
+    FullSpec,
+    LatentSpec,
+    PackedSpec,
+    RecurrentSpec,
+    RingSpec,
+)
 from turbospark.errors import OptionError
 from turbospark.options import DEFAULT_MAX_CONTEXT, EXPERT_CACHE_SLOTS, LoadGuard
 
@@ -94,6 +102,8 @@ def kv_bytes(specs: Sequence[CacheSpec], context: int, itemsize: int, ring: int 
     for spec in specs:
         if isinstance(spec, FullSpec):
             total += context * spec.kv_heads * (spec.key_dim + spec.value_dim) * itemsize
+        elif isinstance(spec, PackedSpec):
+            total += packed_bytes(spec, context)
         elif isinstance(spec, RingSpec):
             rows = context
             if spec.window < context:

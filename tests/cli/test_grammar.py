@@ -16,7 +16,7 @@ from turbospark import OpenOptions, Runner, cli
 from turbospark.cli import bench, talk
 from turbospark.cli.parser import COMMANDS, NO_FLAG, parse
 from turbospark.errors import RunnerClosedError
-from turbospark.options import GenerationOptions
+from turbospark.options import GenerationOptions, KvQuant
 
 Command = Callable[..., Any]
 
@@ -30,11 +30,13 @@ OPENING = {
     "expert_cache_policy": "lru",
     "expert_lookahead": True,
     "expert_disk_io": True,
+    "kv_quant": KvQuant.BITS_3_5,
     "prefill_chunk": 64,
     "dtype": "bfloat16",
     "device": "cpu",
     "verify": "receipt",
     "verify_reads": True,
+    "kernels": "reference",
     "chat_date": date(2031, 5, 4),
 }
 SAMPLING = {

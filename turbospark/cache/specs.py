@@ -18,6 +18,16 @@ class FullSpec:
 
 
 @dataclass(frozen=True)
+class PackedSpec:
+    """Keys and values of every position, the old ones packed into so many bits per element."""
+
+    kv_heads: int
+    dim: int
+    key_bits: int
+    value_bits: int
+
+
+@dataclass(frozen=True)
 class RingSpec:
     """Keys and values of the newest positions; row i attends to j with i - window < j <= i."""
 
@@ -53,4 +63,4 @@ class SharedSpec:
     source: int
 
 
-CacheSpec = FullSpec | RingSpec | LatentSpec | RecurrentSpec | SharedSpec
+CacheSpec = FullSpec | PackedSpec | RingSpec | LatentSpec | RecurrentSpec | SharedSpec

@@ -5,7 +5,7 @@ Knows how to allocate, advance, go back and count. Does not know layers or token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,13 @@ import mlx.core as mx
 from turbospark.cache.attend import Step
 from turbospark.cache.kv import RING_SLACK, LinearKV, RingKV
 from turbospark.cache.latent import LatentKV
+from turbospark.cache.packed import Balance, PackedKV
 from turbospark.cache.recurrent import RecurrentState
 from turbospark.cache.specs import (
     CacheSpec,
     FullSpec,
     LatentSpec,
+    PackedSpec,
     RecurrentSpec,
     RingSpec,
     SharedSpec,
@@ -26,7 +28,7 @@ from turbospark.cache.specs import (
 from turbospark.errors import UnsupportedError
 from turbospark.kernels.choices import choices
 
-Cache = LinearKV | RingKV | LatentKV | RecurrentState
+Cache = LinearKV | PackedKV | RingKV | LatentKV | RecurrentState
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def ring_capacity(window: int, max_context: int, override: int | None) -> int:
 class LayerStates:
     """Caches of every layer for one conversation of at most `max_context` positions.
 
-    `kernels` is the open option: "auto" or "reference".
+    `kernels` is the open option: "auto" or "reference". `balance` has the tables of packed layers
+    by layer, where there are any.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class LayerStates:
         dtype: mx.Dtype,
         ring_override: int | None = None,
         kernels: str = "auto",
+        balance: Mapping[int, Balance] | None = None,
     ) -> None:
+        self._balance = balance or {}
         self._kernel_keys = choices(mx.default_device(), kernels).attention_keys
         self.specs = tuple(specs)
         self.max_context = max_context
@@ -88,6 +93,8 @@ class LayerStates:
             spec = FullSpec(spec.kv_heads, spec.key_dim, spec.value_dim)
         if isinstance(spec, RingSpec):
             return RingKV(spec, ring_capacity(spec.window, self.max_context, override), dtype)
+        if isinstance(spec, PackedSpec):
+            return PackedKV(spec, self.max_context, self._balance.get(len(self.layers)))
         if isinstance(spec, FullSpec):
             return LinearKV(spec, self.max_context, dtype, self._kernel_keys)
         if isinstance(spec, LatentSpec):

@@ -23,7 +23,7 @@ NO_FLAG = frozenset({
     "expecting",  # an object
     "prefix_reuse", "session_slots",  # the command decides
     "toggles", "swa_ring_capacity",  # for measuring and testing: bench has --toggle
-    "kv_quant", "speculation", "acceptance", "steering", "vision_sidecar",  # in no build yet
+    "speculation", "acceptance", "steering", "vision_sidecar",  # in no build yet
 })  # fmt: skip
 # Fields whose flag is not spelled like the field.
 SPELLED = {

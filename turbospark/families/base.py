@@ -69,7 +69,7 @@ class Capabilities:
     drafters: tuple[str, ...] = ()
 
 
-NOT_BUILT = ("steering", "kv_quant", "drafters")
+NOT_BUILT = ("steering", "drafters")
 """Capabilities that no build has yet: declared by families, refused at open, left out of tables."""
 
 

@@ -1,0 +1,273 @@
+"""Key/value memory with packed old rows (TurboQuant): codes of all positions, the newest exact.
+
+Rows are turned when they come, kept in half precision in a ring, and packed once, a block of 32 at
+a time, when no later query reads them exactly. What is read how depends on positions alone. Knows
+buffers and balance; does not know the codec's arithmetic, rope or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from turbospark.cache.attend import Step
+from turbospark.cache.specs import CacheSpec, FullSpec, PackedSpec
+from turbospark.kernels import kv_codec
+from turbospark.kernels.kv_codec import BLOCK, KEY_SEED, VALUE_SEED
+from turbospark.kernels.packed_attention import (
+    SINKS,
+    WINDOW,
+    Near,
+    Packed,
+    first_exact,
+    packed_attention_reference,
+)
+
+SLACK = 64
+"""Exact rows kept beyond the window, for going back."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What is subtracted from a layer's keys, and what they are then multiplied by.
+
+    mean, scale float32 [KV, dim]; queries are divided by the scale, so that scores change by what
+    is the same for all keys.
+    """
+
+    mean: mx.array
+    scale: mx.array
+
+
+def layer_refusal(spec: CacheSpec, key_bits: int, value_bits: int) -> str | None:
+    """Why a layer of keys and values cannot be packed; None when it can."""
+    if not isinstance(spec, FullSpec):
+        return "it does not keep keys and values of every position"
+    if spec.key_dim != spec.value_dim:
+        return f"keys have {spec.key_dim} dims and values {spec.value_dim}; they must be alike"
+    if not kv_codec.turns(spec.key_dim):
+        return (
+            f"heads have {spec.key_dim} dims; works: powers of two 16..512, and 12 times a power "
+            "of two up to 384"
+        )
+    for bits in (key_bits, value_bits):
+        if not kv_codec.fills_words(spec.key_dim, bits):
+            return f"{spec.key_dim} dims of {bits} bits are not whole words; works: 4 bits"
+    return None
+
+
+def packed_specs(
+    specs: Sequence[CacheSpec], key_bits: int, value_bits: int
+) -> tuple[list[CacheSpec], str | None]:
+    """The specs with full-attention layers packed, and the first reason why one is not.
+
+    The last layer of a stack of more than two stays as it is.
+    """
+    out, reason = list(specs), None
+    for layer, spec in enumerate(specs):
+        if not isinstance(spec, FullSpec) or (len(specs) > 2 and layer == len(specs) - 1):
+            continue
+        why = layer_refusal(spec, key_bits, value_bits)
+        if why is None:
+            out[layer] = PackedSpec(spec.kv_heads, spec.key_dim, key_bits, value_bits)
+        else:
+            reason = reason or why
+    return out, reason
+
+
+def packed_bytes(spec: PackedSpec, context: int) -> int:
+    """Bytes of one layer's caches at `context` positions."""
+    capacity = -(-context // BLOCK) * BLOCK
+    row = spec.dim * (spec.key_bits + spec.value_bits) // 8 + 4
+    exact = (exact_rows(capacity) + SINKS) * spec.dim * 4
+    return spec.kv_heads * (capacity * row + exact)
+
+
+def exact_rows(capacity: int) -> int:
+    """Rows of the ring of exact rows."""
+    return min(WINDOW + SLACK, capacity)
+
+
+class PackedKV:
+    """Packed rows of every position and exact ones of the newest; position p lies in row p of the
+    former and in row p % rows of the latter.
+    """
+
+    def __init__(self, spec: PackedSpec, max_context: int, balance: Balance | None = None) -> None:
+        self.spec, self.balance = spec, balance
+        self.capacity = -(-max_context // BLOCK) * BLOCK
+        self.rows = exact_rows(self.capacity)
+        kv, dim = spec.kv_heads, spec.dim
+        self.keys = mx.zeros((kv, self.capacity, dim * spec.key_bits // 32), mx.uint32)
+        self.values = mx.zeros((kv, self.capacity // BLOCK, spec.value_bits, dim), mx.uint32)
+        self.key_scales = mx.zeros((kv, self.capacity), mx.float16)
+        self.value_scales = mx.zeros((kv, self.capacity), mx.float16)
+        self.new_keys = mx.zeros((kv, self.rows, dim), mx.float16)
+        self.new_values = mx.zeros((kv, self.rows, dim), mx.float16)
+        self.first_keys = mx.zeros((kv, SINKS, dim), mx.float16)
+        self.first_values = mx.zeros((kv, SINKS, dim), mx.float16)
+
+    def arrays(self) -> list[mx.array]:
+        """The buffers, to be evaluated or counted; callers must not keep them."""
+        return [
+            self.keys, self.key_scales, self.values, self.value_scales,
+            self.new_keys, self.new_values, self.first_keys, self.first_values,
+        ]  # fmt: skip
+
+    # --- going back and files ---------------------------------------------------------------------
+
+    def rewind_refusal(self, furthest: int, to: int) -> str | None:
+        """Why the layer cannot go back to `to`: packed rows do not become exact again."""
+        # One row more may have been overwritten by a pass that was begun and dropped.
+        if self.rows == self.capacity or first_exact(to) > furthest - self.rows:
+            return None
+        return (
+            f"a rewind of {furthest - to} tokens passes the exact rows of a packed cache, which "
+            f"keeps {self.rows}"
+        )
+
+    def written(self, position: int, furthest: int) -> list[mx.array]:
+        """Copies of the rows that matter at `position`, for a file."""
+        coded = max(BLOCK, first_exact(position))
+        blocks, new = coded // BLOCK, min(furthest, self.rows)
+        rows = [
+            self.keys[:, :coded], self.key_scales[:, :coded], self.values[:, :blocks],
+            self.value_scales[:, :coded], self.new_keys[:, :new], self.new_values[:, :new],
+            self.first_keys, self.first_values,
+        ]  # fmt: skip
+        return [mx.contiguous(a) for a in rows]
+
+    def refill(self, saved: list[mx.array]) -> None:
+        """Put back what `written` gave."""
+        keys, key_scales, values, value_scales, new_keys, new_values, *first = saved
+        coded, blocks, new = keys.shape[1], values.shape[1], new_keys.shape[1]
+        self.keys[:, :coded], self.key_scales[:, :coded] = keys, key_scales
+        self.values[:, :blocks], self.value_scales[:, :coded] = values, value_scales
+        self.new_keys[:, :new], self.new_values[:, :new] = new_keys, new_values
+        self.first_keys, self.first_values = first
+
+    def snapshot(self) -> None:
+        """Nothing: going back is moving the position, within the slack."""
+
+    def restore(self, snapshot: None) -> None:
+        """Nothing to put back."""
+
+    # --- a pass -----------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        step: Step,
+        scale: float,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Write rows k, v [1, KV, L, dim] of this step, then attend q [1, H, L, dim] causally."""
+        if self.balance is not None:
+            mean, by = self.balance.mean[:, None], self.balance.scale[:, None]
+            k = (k.astype(mx.float32) - mean) * by
+        near = self._near(
+            kv_codec.half(kv_codec.turn(k[0], KEY_SEED)),
+            kv_codec.half(kv_codec.turn(v[0], VALUE_SEED)),
+            step,
+        )
+        step.replays[self] = near
+        self._pack(near, step)
+        self._keep(near, step)
+        return self.read(q, step, scale, sinks)
+
+    def read(
+        self, q: mx.array, step: Step, scale: float, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Attend q over what `attend` wrote in this pass and before."""
+        packed = Packed(self.keys, self.key_scales, self.values, self.value_scales)
+        near, rows = step.replays[self], q.shape[2]
+        queries, logits = self._turned(q[0], scale, sinks)
+        parts = [(0, rows)] if step.rows_attention else [(i, i + 1) for i in range(rows)]
+        step.attention_calls += len(parts)
+        out = []
+        for begin, end in parts:
+            start = step.start + begin
+            used = _cut(near, first_exact(start), step.start + end)
+            part = None if logits is None else logits[:, begin:end]
+            out.append(packed_attention_reference(queries[:, begin:end], start, packed, used, part))
+        joined = out[0] if len(out) == 1 else mx.concatenate(out, axis=1)
+        return kv_codec.turn_back(joined, VALUE_SEED).astype(q.dtype)[None]
+
+    def _turned(
+        self, q: mx.array, scale: float, sinks: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Queries [H, L, dim] as packed keys want them, and each row's sink logits [H, L]."""
+        heads, rows, dim = q.shape
+        q = q.astype(mx.float32)
+        logits = None
+        if sinks is not None:
+            logits = mx.broadcast_to(sinks.astype(mx.float32)[:, None], (heads, rows))
+        if self.balance is not None:
+            grouped = q.reshape(self.spec.kv_heads, -1, dim)
+            if logits is not None:  # keys lost their mean: every score is less by this much
+                lost = mx.sum(grouped * self.balance.mean[:, None], axis=-1) * scale
+                logits = logits - lost.reshape(heads, rows)
+            q = (grouped / self.balance.scale[:, None]).reshape(heads, rows, dim)
+        return kv_codec.turn(q, KEY_SEED) * scale, logits
+
+    def _near(self, keys: mx.array, values: mx.array, step: Step) -> Near:
+        """Exact rows [KV, n, dim] from the oldest that this pass reads to its last."""
+        start = first_exact(step.start)
+        old_keys, old_values = (
+            self._ring_rows(ring, start, step.start) for ring in (self.new_keys, self.new_values)
+        )
+        if step.start < SINKS:
+            until = min(step.end, SINKS)
+            self.first_keys[:, step.start : until] = keys[:, : until - step.start]
+            self.first_values[:, step.start : until] = values[:, : until - step.start]
+        return Near(
+            start,
+            mx.concatenate([*old_keys, keys], axis=1),
+            mx.concatenate([*old_values, values], axis=1),
+            self.first_keys,
+            self.first_values,
+        )
+
+    def _ring_rows(self, ring: mx.array, start: int, stop: int) -> list[mx.array]:
+        """The rows of positions start..stop-1, as one or two slices."""
+        if start == stop:
+            return []
+        low, high = start % self.rows, (stop - 1) % self.rows + 1
+        return [ring[:, low:high]] if low < high else [ring[:, low:], ring[:, :high]]
+
+    def _pack(self, near: Near, step: Step) -> None:
+        """Pack the blocks that no query after this pass reads exactly; they are in `near`."""
+        stop = first_exact(step.end)
+        count = stop - near.start
+        if count <= 0:
+            return
+        spec, part = self.spec, slice(near.start, stop)
+        codes, scales = kv_codec.quantize_rows(near.keys[:, :count], spec.key_bits)
+        self.keys[:, part] = kv_codec.pack_keys(codes, spec.key_bits)
+        self.key_scales[:, part] = scales
+        codes, scales = kv_codec.quantize_rows(near.values[:, :count], spec.value_bits)
+        blocks = slice(near.start // BLOCK, stop // BLOCK)
+        self.values[:, blocks] = kv_codec.pack_values(codes, spec.value_bits)
+        self.value_scales[:, part] = scales
+
+    def _keep(self, near: Near, step: Step) -> None:
+        """The newest rows of the pass into the ring."""
+        count = min(step.rows, self.rows)
+        at = step.end - count
+        while at < step.end:
+            slot = at % self.rows
+            fit = min(step.end - at, self.rows - slot)
+            part = slice(at - near.start, at - near.start + fit)
+            self.new_keys[:, slot : slot + fit] = near.keys[:, part]
+            self.new_values[:, slot : slot + fit] = near.values[:, part]
+            at += fit
+
+
+def _cut(near: Near, start: int, stop: int) -> Near:
+    """The rows of positions start..stop-1."""
+    part = slice(start - near.start, stop - near.start)
+    return Near(start, near.keys[:, part], near.values[:, part], near.first_keys, near.first_values)
