@@ -1,6 +1,7 @@
 """Decode and prefill side by side with mlx-lm on one GPU, both on the same weights in memory.
 
     python benchmarks/gpu_vs_mlx_lm.py [--case llama-8b] [--case qwen3-30b-a3b] [--out FILE]
+    python benchmarks/gpu_vs_mlx_lm.py --quick --case llama-8b
 
 Weights are random, 4-bit group 64 with bfloat16 companions, of the real models' shapes; nothing is
 downloaded. mlx-lm builds its model first, and turbospark's layers are built from the same arrays.
@@ -14,6 +15,8 @@ import json
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +25,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from decode_cost import launches, least_bytes, moved_bytes
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 from turbospark.cache.pool import SessionPool
 from turbospark.cache.state import LayerStates
@@ -35,6 +41,8 @@ from turbospark.families import family_for_model_type
 from turbospark.families.config import ConfigReader
 from turbospark.install.planes import Planes
 from turbospark.kernels.choices import choices
+from turbospark.kernels.decode_attention import tuned
+from turbospark.kernels.likeliest import likeliest, likeliest_reference
 from turbospark.layers.weights import Weights
 from turbospark.options import LiveToggles, RuntimeToggles
 
@@ -159,13 +167,12 @@ def turbospark_engine(model: nn.Module, config: dict[str, Any], context: int) ->
         prefill_chunk=best.prefill_chunk,
         prefix_reuse=False,
         clock=clock,
+        pick=likeliest,
     )
 
 
 def peer_decode(model: nn.Module, prompt: list[int], tokens: int) -> tuple[float, float]:
     """(prefill tokens/s, decode tokens/s) of mlx-lm, its own loop."""
-    from mlx_lm.generate import generate_step
-
     start = time.perf_counter()
     steps = generate_step(mx.array(prompt), model, max_tokens=tokens, prefill_step_size=2048)
     next(steps)
@@ -179,13 +186,24 @@ def our_decode(engine: Engine, prompt: list[int], tokens: int) -> tuple[float, f
     engine.begin(prompt)
     start = time.perf_counter()
     *_, (_, logits) = engine.prefill_steps(prompt, 0)
-    token = int(mx.argmax(logits).item())
+    token = engine.likeliest(logits)
     first = time.perf_counter()
     engine.run_ahead = True
     for _ in range(tokens - 1):
-        token = int(np.argmax(np.array(engine.step(token))))
-    engine.run_ahead = False
-    return len(prompt) / (first - start), (tokens - 1) / (time.perf_counter() - first)
+        token = engine.likeliest(engine.step(token))
+    elapsed = time.perf_counter() - first
+    engine.end_run()
+    return len(prompt) / (first - start), (tokens - 1) / elapsed
+
+
+def random_prompt(length: int) -> list[int]:
+    return mx.random.randint(0, 100_000, (length,)).tolist()
+
+
+def say(**row: Any) -> dict[str, Any]:
+    """Print a result as soon as it is known: a run may be cut off."""
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def run_case(name: str, rounds: int, tokens: int, contexts: list[int]) -> list[dict[str, Any]]:
@@ -194,7 +212,7 @@ def run_case(name: str, rounds: int, tokens: int, contexts: list[int]) -> list[d
     engine = turbospark_engine(model, config, max(*contexts, PREFILL[name]) + tokens + 8)
     rows = []
     for length in sorted({*contexts, PREFILL[name]}):
-        prompt = mx.random.randint(0, 100_000, (length,)).tolist()
+        prompt = random_prompt(length)
         sides = {"mlx-lm": [], "turbospark": []}
         for _ in range(rounds + 1):
             sides["mlx-lm"].append(peer_decode(model, prompt, tokens))
@@ -205,9 +223,124 @@ def run_case(name: str, rounds: int, tokens: int, contexts: list[int]) -> list[d
             row[what] = {**medians, "ratio": medians["turbospark"] / medians["mlx-lm"]}
         counters = engine.clock.snapshot()
         row["build_ms_per_pass"] = counters.build_ns / 1e6 / max(counters.passes, 1)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+        row.update(cost(config, length, row["decode"]["turbospark"]))
+        rows.append(say(**row))
+    rows.append(say(case=name, **launch_counts(model, engine, prompt)))
     return rows
+
+
+def cost(config: dict[str, Any], length: int, rate: float) -> dict[str, Any]:
+    """Bytes per token, least and moved, and the rate of the least ones."""
+    tuning = tuned("cuda", config["num_key_value_heads"])
+    least = least_bytes(config, length)
+    return {
+        "least_bytes_per_token": least,
+        "moved_bytes_per_token": moved_bytes(config, length, tuning.splits if tuning else 1),
+        "least_gb_per_s": round(least * rate / 1e9),
+    }
+
+
+# --- the quick mode: one case in well under a minute, most telling figures first ------------------
+
+
+@contextmanager
+def ways(engine: Engine, kernels: bool = True, traced: bool = True) -> Iterator[None]:
+    """Our kernels and the traced step, on or off for a while."""
+    decode, head, pick = engine.model.decode, engine.model.logits, engine.pick
+    rows, compiled, head_rows = decode.rows, decode.compiled, head.rows
+    decode.compiled = compiled and traced
+    if not kernels:
+        decode.rows = head.rows = None
+        engine.pick = likeliest_reference
+    try:
+        yield
+    finally:
+        decode.rows, decode.compiled, head.rows, engine.pick = rows, compiled, head_rows, pick
+
+
+def quick_case(name: str, tokens: int, contexts: list[int], ours_only: bool) -> None:
+    """Print, one line each: errors of the kernels, rates of all ways, launches, prefill."""
+    start = time.perf_counter()
+    config = CASES[name]
+    model = mlx_lm_model(config)
+    lengths = sorted(set(contexts))
+    engine = turbospark_engine(model, config, max(*lengths, PREFILL[name]) + tokens + 8)
+    spent = lambda: round(time.perf_counter() - start, 1)  # noqa: E731
+    say(case=name, built_after_s=spent())
+    prompt = random_prompt(lengths[0])
+    say(case=name, **agreement(engine, prompt), after_s=spent())
+    for length in lengths:
+        prompt = random_prompt(length)
+        our_decode(engine, prompt, 8)
+        before = engine.clock.snapshot()
+        _, rate = our_decode(engine, prompt, tokens)
+        counters = engine.clock.snapshot() - before
+        say(
+            case=name, context=length, way="turbospark", decode=round(rate, 1),
+            build_ms=round(counters.build_ns / 1e6 / counters.passes, 2),
+            wait_ms=round(counters.final_wait_ns / 1e6 / counters.passes, 2),
+            fused_layers=counters.fused_layers, **cost(config, length, rate), after_s=spent(),
+        )  # fmt: skip
+        if ours_only:
+            continue
+        peer_decode(model, prompt, 4)
+        prefill, decode = peer_decode(model, prompt, tokens)
+        say(case=name, context=length, way="mlx-lm", decode=round(decode, 1),
+            ratio=round(rate / decode, 2), prefill=round(prefill), after_s=spent())  # fmt: skip
+    prompt = random_prompt(lengths[0])
+    for way in ({"traced": False}, {"kernels": False}):
+        with ways(engine, **way):
+            our_decode(engine, prompt, 4)
+            rate = our_decode(engine, prompt, tokens // 2)[1]
+            say(case=name, context=lengths[0], way=str(way), decode=round(rate, 1))
+    if ours_only:
+        return
+    say(case=name, **launch_counts(model, engine, prompt), after_s=spent())
+    prompt = random_prompt(PREFILL[name])
+    our_decode(engine, prompt, 1)
+    ours, theirs = our_decode(engine, prompt, 2)[0], peer_decode(model, prompt, 2)[0]
+    say(case=name, prefill_of=len(prompt), turbospark=round(ours), mlx_lm=round(theirs),
+        ratio=round(ours / theirs, 2), after_s=spent())  # fmt: skip
+
+
+def agreement(engine: Engine, prompt: list[int], steps: int = 6) -> dict[str, Any]:
+    """Logits of the same tokens by kernels, and by MLX's operations: the largest difference over
+    the largest value, and in how many steps both prefer the same token.
+    """
+    sides, ids = [], []
+    for kernels in (False, True):
+        with ways(engine, kernels=kernels):
+            engine.begin(prompt)
+            *_, (_, logits) = engine.prefill_steps(prompt, 0)
+            rows, picks = [], []
+            for token in prompt[:steps]:
+                logits = engine.step(token)
+                rows.append(np.array(logits))
+                picks.append(engine.likeliest(logits))
+            sides.append(np.stack(rows))
+            ids.append(picks)
+    plain, fused = sides
+    error = np.abs(plain - fused).max(-1) / np.abs(plain).max(-1)
+    return {
+        "error_of_fused_logits": [float(f"{e:.1e}") for e in error],
+        "same_choice": f"{sum(a == b for a, b in zip(*ids, strict=True))} of {steps}",
+        "picks_are_argmax": [int(r.argmax()) for r in fused] == ids[1],
+    }
+
+
+def launch_counts(model: nn.Module, engine: Engine, prompt: list[int]) -> dict[str, int]:
+    """Launches per token: of mlx-lm, and of ours without and with kernels."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([prompt[:8]]), cache=cache))
+    found = {"launches_mlx_lm": launches(mx.argmax(model(mx.array([[1]]), cache=cache)[0, -1]))}
+    engine.begin(prompt)
+    *_, _last = engine.prefill_steps(prompt[:8], 0)
+    for label, kernels in (("launches_without_kernels", False), ("launches", True)):
+        with ways(engine, kernels=kernels, traced=False):
+            _, logits = engine._build(mx.array([[1]]), "last")
+            found[label] = launches(engine.pick(logits))
+            mx.eval(logits, engine.states.unevaluated())  # not committed: the same again
+    return found
 
 
 def main() -> None:
@@ -216,21 +349,27 @@ def main() -> None:
     parser.add_argument("--context", action="append", type=int)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--quick", action="store_true", help="one round, printed line by line")
+    parser.add_argument("--ours-only", action="store_true", help="quick, and without mlx-lm")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not mx.is_available(mx.gpu):
         raise SystemExit("no GPU back end: install turbospark[cuda13] on Linux, or run on a Mac")
     rows = []
     for name in args.case or CASES:
-        rows += run_case(name, args.rounds, args.tokens, args.context or [512])
+        contexts = args.context or [512]
+        if args.quick or args.ours_only:
+            quick_case(name, args.tokens, contexts, args.ours_only)
+        else:
+            rows += run_case(name, args.rounds, args.tokens, contexts)
         mx.clear_cache()
-    report = {
-        "command": "python benchmarks/gpu_vs_mlx_lm.py",
-        "gpu": gpu_name(),
-        "versions": {n: version(n) for n in ("mlx", "mlx-lm")},
-        "rows": rows,
-    }
     if args.out:
+        report = {
+            "command": "python benchmarks/gpu_vs_mlx_lm.py",
+            "gpu": gpu_name(),
+            "versions": {n: version(n) for n in ("mlx", "mlx-lm")},
+            "rows": rows,
+        }
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

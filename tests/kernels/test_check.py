@@ -34,6 +34,12 @@ def test_mlx_and_float64_agree_about_every_check(name: str) -> None:
     assert error(got, made.want) < (1e-5 if made.dtype == mx.float32 else 2e-2)
 
 
+def test_every_check_bears_a_name_that_can_be_asked_for() -> None:
+    names = [name for group in check.CHECKS for name in group]
+    assert {make().kernel for make in CHECKS.values()} <= set(names)
+    assert {c.kernel for c in check.small_checks()} == {"router_topk", "rope_kv", "likeliest"}
+
+
 def test_router_weights_agree() -> None:
     for made in list(check.small_checks())[:2]:
         assert error(floats(made.own()), made.want) < 1e-6

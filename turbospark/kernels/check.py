@@ -1,6 +1,6 @@
 """Runs every kernel on the GPU at hand and compares it with float64 and with MLX's own operations.
 
-    python -m turbospark.kernels.check [--kernel NAME]
+    python -m turbospark.kernels.check [--kernel NAME ...]
 
 Knows shapes of real layers and how to print a table. On a machine without a GPU it says so. A
 kernel is wrong when its error exceeds one and a half times that of MLX's operations in the same
@@ -362,7 +362,13 @@ def _rope() -> Check:
     )
 
 
-CHECKS = (qmv_checks, attention_checks, expert_checks, small_checks)
+CHECKS = {
+    ("qmv_matrix", "qmv_scalar"): qmv_checks,
+    ("decode_attention",): attention_checks,
+    ("expert_matrix", "expert_scalar"): expert_checks,
+    ("router_topk", "rope_kv", "likeliest"): small_checks,
+}
+"""By the names of the kernels checked."""
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -392,7 +398,8 @@ def _time(make: Callable[[], mx.array]) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 1 if a kernel is wrong."""
     parser = argparse.ArgumentParser(prog="python -m turbospark.kernels.check")
-    parser.add_argument("--kernel", help="only kernels whose name contains this")
+    names = [name for group in CHECKS for name in group]
+    parser.add_argument("--kernel", action="append", choices=names, help="only this (repeatable)")
     options = parser.parse_args(arguments)
     where = backend(mx.default_device())
     if where == "cpu":
@@ -401,9 +408,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"mlx {version('mlx')}, {where}, {mx.device_info().get('device_name', 'GPU')}")
     print(HEADING)
     wrong = 0
-    for checks in CHECKS:
-        for check in checks():
-            if options.kernel is None or options.kernel in check.kernel:
+    wanted = set(options.kernel or names)
+    for group, checks in CHECKS.items():
+        for check in checks() if wanted & set(group) else ():
+            if check.kernel in wanted:
                 row = measured(check, where)
                 print(row, flush=True)
                 wrong += not row.right
