@@ -66,7 +66,9 @@ class Plan:
     groups: tuple[int, int, int]
     threads: int
     outputs: tuple[tuple[tuple[int, ...], mx.Dtype], ...]
-    _calls: dict[str, Callable[..., list[mx.array]]] = field(default_factory=dict, compare=False)
+    _calls: dict[tuple[str, tuple[mx.Dtype, ...]], Callable[..., list[mx.array]]] = field(
+        default_factory=dict, compare=False
+    )
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -88,14 +90,22 @@ class Plan:
 
     def run(self, backend: str, inputs: list[mx.array]) -> list[mx.array]:
         """Launch on "metal" or "cuda"; the outputs in order, lazily."""
-        call = self._calls.get(backend)
+        dtypes = tuple([a.dtype for a in inputs])
+        call = self._calls.get((backend, dtypes))
         if call is None:
-            call = self._calls[backend] = self.built(backend)
+            call = self._calls[backend, dtypes] = self.built(backend, dtypes)
         return call(inputs=inputs)
 
-    def built(self, backend: str, **how: Any) -> Callable[..., list[mx.array]]:
-        """A callable of `inputs` on "metal" or "cuda"; `how` goes to MLX at every call."""
-        digest = hashlib.sha256(self.constants.encode()).hexdigest()[:12]
+    def built(
+        self, backend: str, dtypes: tuple[mx.Dtype, ...] = (), **how: Any
+    ) -> Callable[..., list[mx.array]]:
+        """A callable of `inputs` of `dtypes` on "metal" or "cuda"; `how` goes to MLX at every call.
+
+        MLX keeps compiled kernels by name, and the name it is given says nothing about the inputs:
+        a norm in float32 would be read by what was compiled for bfloat16.
+        """
+        text = self.constants + "".join(map(str, dtypes))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         make: Any = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
         call = make(
             name=f"turbospark_{self.kernel.name}_{digest}",
