@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from turbospark import Runner
+from turbospark.cli.peer import agreeing
 
 Command = Callable[..., Any]
 SHORT = ("--prompt-tokens", 20, "--max-new", 5, "--rounds", 2)
@@ -71,3 +73,55 @@ def test_experts_and_toggles_are_told(turbospark: Command, tmp_path: Path) -> No
     assert data["resolved"]["expert_cache_slots"] == 8
     assert data["expert_hit_rate"] == counters["expert_hits"] / counters["expert_requests"]
     assert "expert hits" in turbospark("bench", tmp_path / "moe", *SHORT).out
+
+
+# --- mlx-lm beside it -----------------------------------------------------------------------------
+
+CHECKPOINT = Path(__file__).parents[1] / "data" / "oracles" / "qwen2-base-float32"
+
+
+@pytest.fixture
+def checkpoint(turbospark: Command, tmp_path: Path) -> tuple[Path, Path]:
+    """A float32 checkpoint and its install."""
+    assert turbospark("convert", CHECKPOINT, tmp_path / "q.gturbo").code == 0
+    return CHECKPOINT, tmp_path / "q.gturbo"
+
+
+def test_mlx_lm_gets_the_same_prompt_and_gives_the_same_tokens(
+    turbospark: Command, checkpoint: tuple[Path, Path]
+) -> None:
+    pytest.importorskip("mlx_lm")
+    folder, install = checkpoint
+    data = json.loads(turbospark("bench", install, *SHORT, "--mlx-lm", folder, "--json").out)
+    other = data["mlx_lm"]
+    assert other["agreeing_tokens"] == data["new_tokens"] == 5
+    assert other["dtypes"] == ["float32"] and "mlx-lm" in data["versions"]
+    assert other["decode_tokens_per_second"]["median"] > 0
+    text = turbospark("bench", install, *SHORT, "--mlx-lm", folder).out
+    assert "mlx-lm decode" in text and "the first 5 of 5 tokens are the same" in text
+
+
+def test_a_comparison_needs_a_checkpoint_of_the_same_vocabulary(
+    turbospark: Command, checkpoint: tuple[Path, Path]
+) -> None:
+    pytest.importorskip("mlx_lm")
+    found = turbospark("bench", "tiny", *SHORT, "--mlx-lm", CHECKPOINT, "--prompt", "éé")
+    assert found.code == 2 and "give the checkpoint that the install was made from" in found.err
+
+
+def test_without_mlx_lm_the_comparison_says_what_to_install(
+    turbospark: Command, checkpoint: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, install = checkpoint
+    monkeypatch.setitem(sys.modules, "mlx_lm.utils", None)
+    found = turbospark("bench", install, *SHORT, "--mlx-lm", folder)
+    assert (found.code, found.out) == (1, "") and "pip install mlx-lm" in found.err
+    found = turbospark("bench", install, *SHORT, "--mlx-lm", install)
+    assert found.code == 2 and "expected a checkpoint folder with config.json" in found.err
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"), [([1, 2, 3], [1, 2, 4], 2), ([1], [1, 2], 1), ([5], [6], 0)]
+)
+def test_agreement_is_counted_from_the_start(ours: list[int], theirs: list[int], same: int) -> None:
+    assert agreeing(ours, theirs) == same

@@ -17,6 +17,7 @@ from turbospark import GenerationOptions, GenerationResult, OpenOptions, PhaseCo
 from turbospark.cli.console import show, size, table
 from turbospark.cli.machine import machine, peak_resident_bytes, versions
 from turbospark.cli.parser import opening
+from turbospark.cli.peer import Peer, PeerRound, agreeing
 from turbospark.errors import OptionError
 from turbospark.options import LiveToggles, RuntimeToggles
 
@@ -45,11 +46,20 @@ def bench(args: Namespace) -> int:
         _check_effects(runner.toggles, args.toggle)
         ids, origin = _prompt(runner, args.prompt, args.prompt_tokens)
         options = MEASURE.replace(max_new_tokens=args.max_new)
+        peer = Peer(args.mlx_lm, runner.resolved.device) if args.mlx_lm else None
         runner.generate(ids, options)  # warm-up: first use of kernels, files and buffers
+        if peer is not None:
+            peer.generate(ids, args.max_new)
         before = runner.phase_counters
-        results = [runner.generate(ids, options) for _ in range(args.rounds)]
+        results, others = [], []
+        for _ in range(args.rounds):  # in turn, so that a busy minute hits both
+            results.append(runner.generate(ids, options))
+            others += [] if peer is None else [peer.generate(ids, args.max_new)]
         counters = runner.phase_counters - before
         data = _report(args, runner, results, counters, origin)
+        if peer is not None:
+            data["mlx_lm"] = _beside(peer, others, results)
+            data["versions"]["mlx-lm"] = peer.version
     show(args, data, _text(data, counters))
     return 0
 
@@ -108,24 +118,50 @@ def _report(
     }
 
 
+def _beside(
+    peer: Peer, rounds: Sequence[PeerRound], ours: Sequence[GenerationResult]
+) -> dict[str, Any]:
+    """mlx-lm on the same ids: its speeds, and how long its greedy tokens are ours."""
+    return {
+        "path": peer.path,
+        "dtypes": peer.dtypes,
+        "prefill_tokens_per_second": _spread([r.prefill for r in rounds]),
+        "decode_tokens_per_second": _spread([r.decode for r in rounds]),
+        "agreeing_tokens": agreeing(ours[0].token_ids, rounds[0].token_ids),
+    }
+
+
 def _spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def _text(data: dict[str, Any], counters: PhaseCounters) -> str:
-    def speed(name: str) -> str:
-        found = data[f"{name}_tokens_per_second"]
+    def speed(name: str, of: dict[str, Any] = data) -> str:
+        found = of[f"{name}_tokens_per_second"]
         spread = f"{found['min']:.1f} .. {found['max']:.1f}"
         return f"{found['median']:.1f} tokens/s ({spread} over {data['rounds']} rounds)"
 
+    def beside(name: str) -> str | None:
+        if not peer:
+            return None
+        ours, theirs = (d[f"{name}_tokens_per_second"]["median"] for d in (data, peer))
+        return f"{speed(name, peer)}; turbospark does {ours / theirs:.2f} times that"
+
+    peer = data.get("mlx_lm", {})
     where, memory = data["machine"], data["memory"]
+    both = " (mlx-lm's included)" if peer else ""
     planned = ", ".join(f"{k} {size(memory[k])}" for k in ("weights", "experts", "kv"))
     hits = data["expert_hit_rate"]
     summary = {
         "prefill": speed("prefill"),
         "decode": speed("decode"),
+        "mlx-lm prefill": beside("prefill"),
+        "mlx-lm decode": beside("decode"),
+        "mlx-lm answer": peer
+        and f"the first {peer['agreeing_tokens']} of {data['new_tokens']} "
+        f"tokens are the same; its weights are {', '.join(peer['dtypes'])}",
         "expert hits": None if hits is None else f"{hits:.1%}",
-        "memory": f"{planned}; peak of the process {size(data['peak_resident_bytes'])}",
+        "memory": f"{planned}; peak of the process {size(data['peak_resident_bytes'])}{both}",
         "prompt": f"{data['prompt']['tokens']} tokens, {data['prompt']['from']}",
         "answer": f"{data['new_tokens']} tokens, greedy, past end tokens; one warm-up round",
         "machine": f"{where['system']}, {where['processor']}, {where['cores']} cores, "

@@ -43,7 +43,7 @@ def size(count: int) -> str:
 
 def table(rows: Mapping[str, Any]) -> str:
     """A name and a value per line; None and empty values are left out."""
-    kept = {name: value for name, value in rows.items() if value not in (None, "", [], ())}
+    kept = {name: value for name, value in rows.items() if value not in (None, "", [], (), {})}
     width = max(map(len, kept), default=0) + 2
     return "\n".join(f"{name:<{width}}{value}" for name, value in kept.items())
 

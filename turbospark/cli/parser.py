@@ -30,6 +30,7 @@ SPELLED = {
     "max_new_tokens": ("--max-new", "--max-new-tokens"),
     "stop_token_ids": ("--stop-token-id",),
 }
+SHELLS = ("bash", "zsh", "fish")
 INTERACTIVE = {"max_context": "auto", "expert_residency": "auto", "expert_cache_slots": "auto"}
 SIZES = (
     "layers", "hidden", "heads", "kv-heads", "head-dim", "width", "vocab", "experts", "top-k",
@@ -86,7 +87,8 @@ def _overview() -> Parser:
     parser = Parser(
         prog="turbospark",
         description="Run large language models locally on MLX.",
-        epilog="`turbospark COMMAND --help` shows the arguments of a command.",
+        epilog="`turbospark COMMAND --help` shows the arguments of a command. Exit codes: 0 done, "
+        "1 refused or failed, 2 a wrong argument or option, 130 Ctrl-C, 141 a closed pipe.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"turbospark {__version__}")
@@ -347,9 +349,18 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=0|1",
         help="switch one way of computing off or on; repeatable",
     )
+    parser.add_argument(
+        "--mlx-lm",
+        metavar="FOLDER",
+        help="a checkpoint folder that mlx-lm reads: run it in turn on the same prompt",
+    )
     exact = {"max_context": "what the prompt and the answer take"}
     title = "opening (pinned: the environment is not read)"
     add_options(parser, title, OpenOptions, exact, NO_FLAG | {"chat_date", "min_auto_context"})
+
+
+def _completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="whose script to print")
 
 
 COMMANDS = {
@@ -365,5 +376,6 @@ COMMANDS = {
         ("chat", "talk with a model; /reset starts again, /quit ends", "talk:chat", _chat),
         ("bench", "measure prompt and decode speed", "bench:bench", _bench),
         ("synth", "write an install with random weights", "store:synthesize", _synth),
+        ("completion", "print what a shell needs for Tab", "completion:completion", _completion),
     )
 }
