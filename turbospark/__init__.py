@@ -32,6 +32,7 @@ _EXPORTS = {
     "convert": "turbospark.conversion",
     "pull": "turbospark.hub",
     "synth": "turbospark.synthesis",
+    "watch": "turbospark.notebook",
     "TurbosparkError": "turbospark.errors",
 }
 
@@ -58,6 +59,7 @@ __all__ = [
     "convert",
     "pull",
     "synth",
+    "watch",
 ]
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from turbospark.generation import Finished, GenerationResult, Prefill, Tail, Token
     from turbospark.hub import pull
     from turbospark.install.arch import ArchConfig
+    from turbospark.notebook import watch
     from turbospark.options import (
         DflashPolicy,
         DraftPolicies,

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from time import perf_counter_ns
 from typing import Any
 
+from turbospark import display
+
 # Disjoint by construction: a nested phase's time is taken out of the phase around it.
 PHASES = (
     "build",
@@ -27,7 +29,7 @@ PHASES = (
 
 
 @dataclass(frozen=True)
-class PhaseCounters:
+class PhaseCounters(display.Shown):
     """A snapshot, cumulative since open; `later - earlier` gives what happened between.
 
     Every `*_ns` except `*_gpu_ns` is wall time in nanoseconds, and the buckets add up to
@@ -110,6 +112,9 @@ class PhaseCounters:
     def as_dict(self) -> dict[str, int | None]:
         """Field name to value, in declaration order."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        return display.counters(self)
 
     def __str__(self) -> str:
         lines = [f"{'phase':<16}{'ms':>12}{'ms/call':>10}{'share':>8}"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
+from turbospark import display
 from turbospark.counters import PhaseClock, PhaseCounters
 from turbospark.errors import (
     ContextOverflowError,
@@ -20,6 +21,7 @@ from turbospark.errors import (
     TurbosparkError,
 )
 from turbospark.options import GenerationOptions
+from turbospark.progress import DELAY, bar
 from turbospark.sampling import Sampler
 from turbospark.text.stops import StopMatcher
 from turbospark.text.tokenizer import Tokenizer
@@ -93,7 +95,7 @@ class Tail:
 
 
 @dataclass(frozen=True)
-class GenerationResult:
+class GenerationResult(display.Shown):
     """What a generation made and what it cost. Seconds are the runner's own: time that the
     consumer of a stream takes between two events is nobody's.
     """
@@ -136,6 +138,9 @@ class GenerationResult:
     def decode_tokens_per_second(self) -> float | None:
         """Generated tokens per second; None when there are none."""
         return self.new_tokens / self.decode_seconds if self.new_tokens else None
+
+    def _repr_html_(self) -> str:
+        return display.result(self)
 
     def __str__(self) -> str:
         return self.text if self.text is not None else str(self.token_ids)
@@ -186,6 +191,28 @@ def collect(events: Iterable[Event]) -> GenerationResult:
         if isinstance(event, Finished):
             return event.result
     raise TurbosparkError("the events ended without a result; was the stream closed?")
+
+
+def with_progress(events: Iterable[Event], answer: int | None = None) -> Iterator[Event]:
+    """The same events, with a bar for the prompt and, where `answer` says how many tokens it may
+    have, one for the answer. A prompt that is read quickly draws none.
+    """
+    prompt = made = None
+    try:
+        for event in events:
+            if isinstance(event, Prefill):
+                prompt = prompt or bar("prompt", event.total, "token", leave=False, delay=DELAY)
+                prompt.update(event.done - prompt.n)
+            elif prompt is not None and answer is not None and made is None:
+                prompt.close()
+                made = bar("answer", answer, "token", leave=False, delay=DELAY)
+            if isinstance(event, Token) and made is not None:
+                made.update(1)
+            yield event
+    finally:
+        for open_bar in (prompt, made):
+            if open_bar is not None:
+                open_bar.close()
 
 
 def admit(

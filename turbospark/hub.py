@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from turbospark.conversion import Origin, convert
 from turbospark.conversion.gguf import shard_names

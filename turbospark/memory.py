@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turbospark import display
+
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(display.Shown):
     """Bytes a runner planned (weights, experts, KV) and what MLX holds now, process-wide.
 
     `str()` shows the sum with the formula of each part.
@@ -24,6 +26,9 @@ class MemoryReport:
     @property
     def planned(self) -> int:
         return self.weights + self.experts + self.kv
+
+    def _repr_html_(self) -> str:
+        return display.memory(self)
 
     def __str__(self) -> str:
         rows = [

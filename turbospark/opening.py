@@ -5,6 +5,7 @@ Knows which room needs what at open. Does not know prompts, nor what a caller ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -17,11 +18,13 @@ from turbospark.engine import Engine
 from turbospark.experts.opening import open_experts
 from turbospark.families.base import Family
 from turbospark.install.opening import Install
-from turbospark.install.planes import MX_DTYPES
+from turbospark.install.planes import MX_DTYPES, Planes
+from turbospark.install.resident import ResidentIndex
 from turbospark.kernels.choices import choices
 from turbospark.kernels.likeliest import likeliest, likeliest_reference
 from turbospark.layers.weights import Weights
 from turbospark.options import LiveToggles, OpenOptions
+from turbospark.progress import DELAY, bar
 from turbospark.resolve import Resolved
 
 # Toggles that every model's forward pass reads; its expert store adds to them.
@@ -40,8 +43,43 @@ def load(
     config: Any,
     specs: list[CacheSpec],
     resolved: Resolved,
+    progress: bool = False,
 ) -> tuple[Engine, int]:
     """The engine of an install, and the bytes of the weights it holds."""
+    whole = resolved.expert_residency == "resident" and install.experts is not None
+    held = install.bytes_per_slot * install.arch.num_experts if whole else 0
+    total = install.resident_bytes + held
+    with bar(install.path.name, total, "B", progress, leave=False, delay=DELAY) as shown:
+        reader = _Watched(install.resident, shown.update)
+        return _load(install, options, family, config, specs, resolved, reader, held)
+
+
+class _Watched:
+    """Resident tensors whose reads are reported in bytes."""
+
+    def __init__(self, index: ResidentIndex, report: Callable[[int], Any]) -> None:
+        self._index = index
+        self.report = report
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
+    def read(self, name: str) -> Planes:
+        planes = self._index.read(name)
+        self.report(sum(array.nbytes for array in planes.arrays()))
+        return planes
+
+
+def _load(
+    install: Install,
+    options: OpenOptions,
+    family: Family,
+    config: Any,
+    specs: list[CacheSpec],
+    resolved: Resolved,
+    reader: _Watched,
+    held: int,
+) -> tuple[Engine, int]:
     device = mx.Device(mx.cpu if resolved.device == "cpu" else mx.gpu)
     dtype = MX_DTYPES[resolved.dtype]
     best = choices(device, options.kernels)
@@ -49,7 +87,7 @@ def load(
     toggles = LiveToggles(options.toggles, PASS_TOGGLES)
     with mx.stream(device):
         weights = Weights(
-            install.resident,
+            reader,
             family.weight_shapes(config),
             dtype,
             expand=resolved.weights == "expanded",
@@ -68,6 +106,7 @@ def load(
                 device=device,
                 dtype=dtype,
             )
+            reader.report(held)
         model = family.build(config, weights, store)
         if store is not None:
             toggles.add_effective(store.effective)

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from turbospark import display
 from turbospark.cache.packed import packed_specs
 from turbospark.cache.pool import MAX_SNAPSHOTS
 from turbospark.cache.specs import CacheSpec, PackedSpec, RingSpec
@@ -39,7 +40,7 @@ from turbospark.sizing import (
 
 
 @dataclass(frozen=True)
-class Resolved:
+class Resolved(display.Shown):
     """What an open runner really uses; the answer to every "auto"."""
 
     family: str
@@ -68,6 +69,9 @@ class Resolved:
     def as_dict(self) -> dict[str, Any]:
         """Field name to value."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        return display.options(self.as_dict(), "Resolved options")
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<20} {value}" for name, value in self.as_dict().items())

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from turbospark import display
 from turbospark.counters import PhaseCounters
 from turbospark.engine import Engine
 from turbospark.errors import (
@@ -28,7 +29,14 @@ from turbospark.errors import (
 from turbospark.families import family_for_wire
 from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
-from turbospark.generation import Event, GenerationResult, admit, collect, generate_events
+from turbospark.generation import (
+    Event,
+    GenerationResult,
+    admit,
+    collect,
+    generate_events,
+    with_progress,
+)
 from turbospark.install.arch import ArchConfig
 from turbospark.install.models import resolve as resolve_path
 from turbospark.install.opening import Install
@@ -42,7 +50,7 @@ from turbospark.text.tokenizer import Tokenizer, load_with_stops
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
-class Runner:
+class Runner(display.Shown):
     """A model ready to generate; made by `Runner.open`.
 
     Usable from any thread; one generation runs at a time. Other threads wait for their turn,
@@ -83,23 +91,31 @@ class Runner:
         self._process = os.getpid()
 
     @classmethod
-    def open(cls, model: str | Path, options: OpenOptions | None = None, **changes: Any) -> Runner:
+    def open(
+        cls,
+        model: str | Path,
+        options: OpenOptions | None = None,
+        *,
+        progress: bool = False,
+        **changes: Any,
+    ) -> Runner:
         """Open an install by path or by the name of an installed model.
 
-        `changes` are OpenOptions fields: `Runner.open(model, max_context=8192)`. Everything that
-        can be refused is refused here: raises ModelFormatError and its subclasses for the files,
-        OptionError and UnsupportedError for the options.
+        `changes` are OpenOptions fields: `Runner.open(model, max_context=8192)`. `progress` shows
+        a bar while weights are read. Everything that can be refused is refused here: raises
+        ModelFormatError and its subclasses for the files, OptionError and UnsupportedError for the
+        options.
         """
         options = OpenOptions.of(options).replace(**changes)
         path = resolve_path(model)
         install = Install.open(path, expecting=options.expecting, verify=options.verify)
         try:
-            return cls._build(install, options)
+            return cls._build(install, options, progress)
         finally:
             install.close()
 
     @classmethod
-    def _build(cls, install: Install, options: OpenOptions) -> Runner:
+    def _build(cls, install: Install, options: OpenOptions, progress: bool) -> Runner:
         family = family_for_wire(install.arch.family)
         values = install.config or family.config_from_arch(install.arch)
         config = family.read_config(ConfigReader(values, str(install.path / "manifest.json")))
@@ -112,7 +128,7 @@ class Runner:
             specs,
             values.get("max_position_embeddings"),
         )
-        engine, weights_bytes = load(install, options, family, config, specs, resolved)
+        engine, weights_bytes = load(install, options, family, config, specs, resolved, progress)
         eos = values.get("eos_token_id")
         tokenizer, stops = load_with_stops(install.path, eos)
         return cls(
@@ -188,10 +204,22 @@ class Runner:
     # --- text level -------------------------------------------------------------------------------
 
     def generate(
-        self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any
+        self,
+        prompt: Prompt,
+        options: GenerationOptions | None = None,
+        *,
+        progress: bool = False,
+        **changes: Any,
     ) -> GenerationResult:
-        """Generate from a text, chat messages or token ids, and wait for the whole answer."""
-        return collect(self.stream(prompt, options, **changes))
+        """Generate from a text, chat messages or token ids, and wait for the whole answer.
+
+        `progress` shows a bar of what takes more than a moment, prompt and answer.
+        """
+        events = self.stream(prompt, options, **changes)
+        if progress:
+            limit = GenerationOptions.of(options).replace(**changes).max_new_tokens
+            events = with_progress(events, limit or self.max_context)
+        return collect(events)
 
     def stream(
         self,
@@ -381,6 +409,11 @@ class Runner:
             self._engine = None
         mx.clear_cache()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the model has been let go."""
+        return self._engine is None
+
     def __enter__(self) -> Runner:
         return self
 
@@ -397,6 +430,9 @@ class Runner:
         raise UnsupportedError(
             f"a Runner cannot be copied or pickled; open {self.path} again where it is needed"
         )
+
+    def _repr_html_(self) -> str:
+        return display.runner(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._engine is None else f"position {self._engine.position}"

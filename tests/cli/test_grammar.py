@@ -70,7 +70,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, turbospark: Command, *argv: str) -> 
     """The options with which a command opens its model."""
     seen: list[OpenOptions] = []
 
-    def fake(model: str, options: OpenOptions) -> Runner:
+    def fake(model: str, options: OpenOptions, progress: bool = False) -> Runner:
         seen.append(options)
         raise RunnerClosedError("enough")
 

@@ -22,7 +22,7 @@ from turbospark.errors import (
     OptionError,
     TurbosparkError,
 )
-from turbospark.generation import Finished, Tail, Token
+from turbospark.generation import Finished, Tail, Token, with_progress
 
 CANCELLED = 130
 COMMANDS = "/reset starts again, /quit ends"
@@ -170,7 +170,13 @@ def _encode(args: Namespace, runner: Runner, prompt: Any) -> list[int]:
 
 
 def _open(args: Namespace, **changes: Any) -> Runner:
-    return Runner.open(args.model, OpenOptions.interactive(**opening(args), **changes))
+    options = OpenOptions.interactive(**opening(args), **changes)
+    return Runner.open(args.model, options, progress=_watched(args))
+
+
+def _watched(args: Namespace) -> bool:
+    """Whether somebody sees progress bars."""
+    return sys.stderr.isatty() and not args.quiet and not args.json
 
 
 def _generation(args: Namespace) -> GenerationOptions:
@@ -185,7 +191,8 @@ def _answer(
     if not hasattr(args, "max_new_tokens") and room > 0:
         options = options.replace(max_new_tokens=min(options.max_new_tokens or room, room))
     with interruptible() as cancel:
-        for event in runner.stream(ids, options, cancel=cancel):
+        events = runner.stream(ids, options, cancel=cancel)
+        for event in with_progress(events) if _watched(args) else events:
             if isinstance(event, Finished):
                 result = event.result
             elif not args.json:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from tqdm import tqdm
 
 from turbospark.conversion.gguf import CompanionOverflow, GGUFSource
 from turbospark.conversion.opening import Checkpoint, open_checkpoint
@@ -40,6 +39,7 @@ from turbospark.install.arch import ArchConfig, validation_error
 from turbospark.install.files import as_path
 from turbospark.install.quant import quant_block
 from turbospark.install.staging import StagedInstall, check_destination
+from turbospark.progress import bar
 from turbospark.text.tokenizer import load_with_stops
 from turbospark.version import __version__
 
@@ -115,15 +115,15 @@ def write_install(
     _check_space(dest, total)
     with (
         StagedInstall(dest, force) as staged,
-        tqdm(total=total, unit="B", unit_scale=True, desc=dest.name, disable=not progress) as bar,
+        bar(dest.name, total, "B", progress) as shown,
     ):
         for name, data in source.sidecars.items():
             staged.write_sidecar(name, data)
         # What an open would refuse is refused before the weights are read.
         load_with_stops(staged.path, source.config.get("eos_token_id"))
         _warn_without_tokenizer(checkpoint)
-        write_resident(source, plan, formats, staged.resident, bar.update)
-        write_experts(source, plan, formats, staged.experts, bar.update)
+        write_resident(source, plan, formats, staged.resident, shown.update)
+        write_experts(source, plan, formats, staged.experts, shown.update)
         return staged.publish(
             arch=arch,
             model_id=origin.repo_id or source.path.name.removesuffix(".gguf"),
