@@ -33,6 +33,7 @@ _EXPORTS = {
     "pull": "turbospark.hub",
     "synth": "turbospark.synthesis",
     "watch": "turbospark.notebook",
+    "calibrate": "turbospark.calibration",
     "TurbosparkError": "turbospark.errors",
 }
 
@@ -56,6 +57,7 @@ __all__ = [
     "Token",
     "TurbosparkError",
     "__version__",
+    "calibrate",
     "convert",
     "pull",
     "synth",
@@ -63,6 +65,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from turbospark.calibration import calibrate
     from turbospark.conversion import convert
     from turbospark.counters import PhaseCounters
     from turbospark.errors import TurbosparkError

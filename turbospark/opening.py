@@ -10,13 +10,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from turbospark.cache.packed import Balance
 from turbospark.cache.pool import SessionPool
-from turbospark.cache.specs import CacheSpec
+from turbospark.cache.specs import CacheSpec, PackedSpec
 from turbospark.cache.state import LayerStates
 from turbospark.counters import PhaseClock
 from turbospark.engine import Engine
 from turbospark.experts.opening import open_experts
 from turbospark.families.base import Family
+from turbospark.install import balance
 from turbospark.install.opening import Install
 from turbospark.install.planes import MX_DTYPES, Planes
 from turbospark.install.resident import ResidentIndex
@@ -110,10 +112,16 @@ def _load(
         model = family.build(config, weights, store)
         if store is not None:
             toggles.add_effective(store.effective)
+        tables = _balance(install, specs)
         pool = SessionPool(
             resolved.session_slots,
             lambda: LayerStates(
-                specs, resolved.max_context, dtype, options.swa_ring_capacity, options.kernels
+                specs,
+                resolved.max_context,
+                dtype,
+                options.swa_ring_capacity,
+                options.kernels,
+                tables,
             ),
         )
     engine = Engine(
@@ -130,3 +138,12 @@ def _load(
         score_values=SCORE_BYTES // (4 * install.arch.num_heads) if device == mx.cpu else None,
     )
     return engine, weights.nbytes
+
+
+def _balance(install: Install, specs: list[CacheSpec]) -> dict[int, Balance]:
+    """The tables of packed layers, where the install has them. Raises IndexCorruptError."""
+    packed = {i: (s.kv_heads, s.dim) for i, s in enumerate(specs) if isinstance(s, PackedSpec)}
+    found = balance.read(install, packed) if packed else None
+    tables = {i: Balance(*map(mx.array, pair)) for i, pair in (found or {}).items()}
+    mx.eval([(t.mean, t.scale) for t in tables.values()])
+    return tables

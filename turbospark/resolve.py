@@ -23,6 +23,7 @@ from turbospark.errors import OptionError, UnsupportedError
 from turbospark.experts.mapped import scratch_bytes, zero_copy
 from turbospark.experts.reader import DiskMeter
 from turbospark.families.base import Family
+from turbospark.install import balance
 from turbospark.install.opening import Install
 from turbospark.install.packed import PackedLayer, PackedLayout, RecordTensor
 from turbospark.install.planes import MX_DTYPES
@@ -62,6 +63,8 @@ class Resolved(display.Shown):
     expert_cache_slots: int
     kv_quant: str
     kv_quantized_layers: tuple[int, ...]
+    kv_balance: str
+    """The tables that packed keys are balanced with: "calibrated" and their digest, or "none"."""
     kernels: str
     """"auto" where passes of few rows may run through kernels of our own, else "reference"."""
     verify: str
@@ -107,6 +110,7 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         expert_cache_slots=slots,
         kv_quant=str(options.kv_quant),
         kv_quantized_layers=(),
+        kv_balance="none",
         kernels="reference" if best == best.without_kernels() else "auto",
         verify=options.verify,
     )
@@ -163,7 +167,9 @@ def resolve_context(
         _warn_past_training(options.max_context, trained)
     _check_ring(options.swa_ring_capacity, resolved.max_context, specs)
     layers = tuple(i for i, spec in enumerate(specs) if isinstance(spec, PackedSpec))
-    return replace(resolved, kv_quantized_layers=layers)
+    tables = balance.digest(install) if layers else None
+    name = "none" if tables is None else f"calibrated {tables[:16]}"
+    return replace(resolved, kv_quantized_layers=layers, kv_balance=name)
 
 
 def _warn_past_training(context: int, trained: int | None) -> None:

@@ -83,6 +83,7 @@ class Runner(display.Shown):
             "install": manifest_sha256,
             "dtype": resolved.dtype,
             "kv_quant": resolved.kv_quant,
+            "kv_balance": resolved.kv_balance,
         }
         self._engine: Engine | None = engine
         self._weights_bytes = weights_bytes

@@ -297,6 +297,15 @@ def _synth(parser: argparse.ArgumentParser) -> None:
     _quantization(parser)
 
 
+def _calibrate(parser: argparse.ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--text", help="a text file to measure on (default: random token ids)")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="tokens to run through the model (default: 1024)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random ids (default: 0)")
+
+
 def _run(parser: argparse.ArgumentParser) -> None:
     _model(parser)
     parser.add_argument(
@@ -372,6 +381,7 @@ COMMANDS = {
         ("info", "show what an install holds", "store:info", _model),
         ("rm", "delete an installed model", "store:remove", _rm),
         ("check", "hash the weights of an install, and run a token", "store:check", _check),
+        ("calibrate", "measure keys, so that --kv-quant loses less", "store:calibrate", _calibrate),
         ("run", "answer one prompt", "talk:run", _run),
         ("chat", "talk with a model; /reset starts again, /quit ends", "talk:chat", _chat),
         ("bench", "measure prompt and decode speed", "bench:bench", _bench),

@@ -15,6 +15,7 @@ from turbospark.cli.console import note, show, size, table
 from turbospark.cli.parser import SIZES
 from turbospark.errors import ModelFormatError, OptionError
 from turbospark.families import family_for_wire
+from turbospark.install import balance
 from turbospark.install.manifest import Manifest
 from turbospark.install.models import install_path, installed, models_dir, resolve
 from turbospark.install.models import remove as remove_installed
@@ -200,6 +201,24 @@ def _tokenizer(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
         "reasoning": tokenizer.template.reasoning_support,
         "stops": sorted(tokenizer.stop_ids),
     }
+
+
+# --- calibrate ------------------------------------------------------------------------------------
+
+
+def calibrate(args: Namespace) -> int:
+    """turbospark calibrate MODEL"""
+    text = None
+    if args.text is not None:
+        try:
+            text = Path(args.text).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"--text {args.text} cannot be read: {error}") from None
+    path = turbospark.calibrate(args.model, text=text, tokens=args.tokens, seed=args.seed)
+    with Install.open(path.parent) as install:
+        source = balance.provenance(install)
+    show(args, {"path": path, "measured": source}, f"wrote {path} ({size(path.stat().st_size)})")
+    return 0
 
 
 # --- check ----------------------------------------------------------------------------------------

@@ -1,0 +1,201 @@
+"""Balance tables: what is measured, where it is stored, and what is not taken from a file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conversation import answer, open_cpu, same, tokens_of
+from oracle_folders import ORACLES, Oracle
+
+from turbospark import OpenOptions, Runner, calibrate
+from turbospark.cache.packed import Balance
+from turbospark.calibration import measure
+from turbospark.errors import IndexCorruptError, OptionError, SessionFileError, UnsupportedError
+from turbospark.install import balance
+from turbospark.install.opening import Install
+
+NAME = "mlx-llama-llama3-4bit"
+CPU = OpenOptions(device="cpu")
+
+
+@pytest.fixture
+def copied(installed: Callable[[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(installed(NAME), tmp_path / "model.gturbo"))
+
+
+def ids_of(name: str, count: int) -> list[int]:
+    return tokens_of(Oracle(ORACLES / name), count)
+
+
+def recorded(runner: Runner, ids: list[int], layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [KV, n, D] as the cache holds them, and queries caught on their way, in float64."""
+    engine = runner._engine
+    assert engine is not None
+    cache, queries = engine.states.layers[layer], []
+    attend = cache.attend
+
+    def spy(q: mx.array, *rest: Any) -> mx.array:
+        queries.append(np.array(q[0]).astype(np.float64))
+        return attend(q, *rest)
+
+    cache.attend = spy
+    runner.prefill(ids)
+    del cache.attend
+    keys = np.array(cache.arrays()[0][0, :, : len(ids)]).astype(np.float64)
+    return keys, np.concatenate(queries, axis=1)
+
+
+@pytest.mark.parametrize(("name", "layer"), [(NAME, 1), ("qwen3_5-irregular", 1)])
+def test_tables_are_means_and_quarter_powers(
+    name: str, layer: int, installed: Callable[[str], Path]
+) -> None:
+    ids = ids_of(name, 150)
+    with open_cpu(installed(name)) as runner:
+        mean, scale = measure(runner, ids)[layer]
+        keys, queries = recorded(runner, ids, layer)
+    heads = len(keys)
+    grouped = queries.reshape(heads, -1, *queries.shape[1:])
+    for head in range(heads):
+        rows, asked = keys[head, 4:], grouped[head][:, 4:].reshape(-1, keys.shape[-1])
+        assert np.allclose(mean[head], rows.mean(0), atol=1e-4)
+        want = ((asked**2).mean(0) / rows.var(0)) ** 0.25
+        want /= np.exp(np.log(want).mean())
+        assert np.allclose(scale[head], want, rtol=2e-3)
+
+
+def test_queries_of_layers_that_share_a_cache_are_counted(
+    installed: Callable[[str], Path],
+) -> None:
+    with open_cpu(installed("gemma4-e2b")) as runner:
+        tables = measure(runner, ids_of("gemma4-e2b", 100))
+        engine = runner._engine
+        assert engine is not None
+        assert set(tables) == {1}
+        assert all(type(c).__name__ in ("LinearKV", "RingKV") for c in engine.states.layers)
+
+
+def test_calibrating_stores_tables_that_the_next_open_uses(copied: Path) -> None:
+    prompt = ids_of(NAME, 150)
+    options = {"kv_quant": 4, "max_context": 320}
+    with open_cpu(copied, **options) as before:
+        assert before.resolved.kv_balance == "none"
+        plain = answer(before, prompt, 4)
+    file = calibrate(copied, tokens=200, options=CPU)
+    assert file == copied / "kv_balance.safetensors"
+    with open_cpu(copied, **options) as first, open_cpu(copied, **options) as second:
+        assert first.resolved.kv_balance.startswith("calibrated ")
+        balanced = answer(first, prompt, 4)
+        assert same(balanced, answer(second, prompt, 4))
+        assert not np.array_equal(balanced.logits, plain.logits)
+        engine = first._engine
+        assert engine is not None
+        assert isinstance(engine.states.layers[0].balance, Balance)
+    with open_cpu(copied) as off:
+        assert off.resolved.kv_balance == "none"
+
+
+def test_provenance_is_recorded_and_equal_runs_write_equal_files(copied: Path) -> None:
+    calibrate(copied, tokens=100, seed=3, options=CPU)
+    data = (copied / balance.NAME).read_bytes()
+    with Install.open(copied) as install:
+        found = balance.provenance(install)
+        assert found is not None
+        assert found["source"] == "random ids, seed 3" and found["tokens"] == "100"
+        assert found["install"] == install.manifest.sha256
+    calibrate(copied, tokens=100, seed=3, options=CPU)
+    assert (copied / balance.NAME).read_bytes() == data
+    assert not list(copied.glob(".*"))
+
+
+def test_a_session_made_with_other_tables_is_refused(copied: Path, tmp_path: Path) -> None:
+    options = {"kv_quant": 4, "max_context": 320}
+    with open_cpu(copied, **options) as runner:
+        runner.prefill(ids_of(NAME, 100))
+        runner.save_session(tmp_path / "talk")
+    calibrate(copied, tokens=100, options=CPU)
+    with (
+        open_cpu(copied, **options) as runner,
+        pytest.raises(SessionFileError, match="made with kv_balance none"),
+    ):
+        runner.load_session(tmp_path / "talk")
+
+
+@pytest.mark.parametrize("tokens", [63, 0, 100.0, True])
+def test_too_few_tokens_are_refused(tokens: Any, copied: Path) -> None:
+    with pytest.raises(OptionError, match=r"tokens=.*; works: an integer >= 64"):
+        calibrate(copied, tokens=tokens, options=CPU)
+
+
+def test_a_model_without_such_layers_is_refused(installed: Callable[[str], Path]) -> None:
+    with pytest.raises(UnsupportedError, match="nothing to calibrate"):
+        calibrate(installed("deepseek_v2-lite"), tokens=100, options=CPU)
+
+
+def rewritten(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The file with its header changed."""
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+MEAN = "layers.0.mean"
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "of other weights": (
+        lambda h: h["__metadata__"].update(install="ab"), r"other weights \(ab\); run `turbospark",
+    ),
+    "of another version": (lambda h: h["__metadata__"].update(format="x"), "of this version"),
+    "without metadata": (lambda h: h.pop("__metadata__"), "of this version"),
+    "without a layer": (lambda h: h.pop(MEAN), r"layers.0.mean is None; this model needs F32"),
+    "of another shape": (lambda h: h[MEAN].update(shape=[1, 64]), r"this model needs F32 \[2, 32"),
+    "of another dtype": (lambda h: h[MEAN].update(dtype="F16"), "this model needs F32"),
+    "with wrong offsets": (lambda h: h[MEAN].update(data_offsets=[0, 4]), "do not lead to its"),
+    "with offsets past the end": (
+        lambda h: h[MEAN].update(data_offsets=[1 << 40, (1 << 40) + 256]), "do not lead to its",
+    ),
+    "with offsets that are no numbers": (
+        lambda h: h[MEAN].update(data_offsets=[0.0, 256.0]), "do not lead to its",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_refused(kind: str, copied: Path) -> None:
+    change, message = DAMAGE[kind]
+    rewritten(calibrate(copied, tokens=64, options=CPU), change)
+    with pytest.raises(IndexCorruptError, match=message):
+        open_cpu(copied, kv_quant=4)
+    open_cpu(copied).close()  # nothing reads it without kv_quant
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, 600])
+def test_a_truncated_file_is_refused(size: int, copied: Path) -> None:
+    file = calibrate(copied, tokens=64, options=CPU)
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(IndexCorruptError, match=balance.NAME):
+        open_cpu(copied, kv_quant=4)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(np.nan, "not a number"), (0.0, "not above 0"), (-1.0, "not above 0")]
+)
+def test_impossible_scales_are_refused(value: float, message: str, copied: Path) -> None:
+    calibrate(copied, tokens=64, options=CPU)
+    with Install.open(copied) as install:
+        tables = balance.read(install, {0: (2, 32), 1: (2, 32)})
+        assert tables is not None
+        scale = tables[0][1].copy()
+        scale[1, 5] = value
+        balance.write(install, {**tables, 0: (tables[0][0], scale)}, {"source": "hand"})
+    with pytest.raises(IndexCorruptError, match=message):
+        open_cpu(copied, kv_quant=4)
