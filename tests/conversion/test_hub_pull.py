@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import huggingface_hub
 import numpy as np
 import pytest
+import tiny_tokenizers
 from checkpoints import LLAMA, MOE, llama_tensors, moe_tensors, save_folder, save_gguf
 from safetensors.numpy import save_file
 
@@ -138,7 +139,8 @@ def test_a_repository_is_installed_under_its_name(hub: FakeHub, tmp_path: Path) 
 
 def test_only_the_files_of_the_model_are_downloaded(hub: FakeHub) -> None:
     save_shards(hub.folder, llama_tensors(), LLAMA)
-    for name in ("tokenizer.json", "README.md", "pytorch_model.bin", "consolidated.safetensors"):
+    tiny_tokenizers.write(hub.folder)
+    for name in ("README.md", "pytorch_model.bin", "consolidated.safetensors"):
         (hub.folder / name).write_text("{}")
     (hub.folder / "onnx").mkdir()
     (hub.folder / "onnx" / "config.json").write_text("{}")

@@ -1,0 +1,89 @@
+"""The notebooks in examples/ run from top to bottom and show what they promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+DEMO_MODEL = ".demo/SmolLM2-135M-Instruct.gturbo"
+MISSING = "the notebooks did NOT run: pip install 'turbospark[notebook]' nbclient"
+
+
+@pytest.fixture(scope="module")
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `make demo` leaves it, with a tiny model in place of the big one."""
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / ".demo").mkdir()
+    tiny_models.talking(folder / DEMO_MODEL)
+    return folder
+
+
+def executed(path: Path, folder: Path) -> list[dict[str, Any]]:
+    """The code cells of a notebook after a run in `folder`."""
+    nbformat = pytest.importorskip("nbformat", reason=MISSING)
+    nbclient = pytest.importorskip("nbclient", reason=MISSING)
+    for needed in ("ipykernel", "matplotlib", "ipywidgets"):
+        pytest.importorskip(needed, reason=MISSING)
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    client = nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute()
+    if "NOTEBOOK_OUTPUT" in os.environ:  # to look at the pictures
+        nbformat.write(notebook, Path(os.environ["NOTEBOOK_OUTPUT"], path.name))
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def shown(cells: list[dict[str, Any]], kind: str) -> list[str]:
+    """Everything of one MIME type that the cells show."""
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert [o for o in outputs if o["output_type"] == "error"] == []
+    return [o["data"][kind] for o in outputs if kind in o.get("data", {})]
+
+
+def printed(cells: list[dict[str, Any]]) -> str:
+    return "".join(o.get("text", "") for cell in cells for o in cell["outputs"])
+
+
+def test_the_quickstart_shows_a_runner_an_answer_and_memory(demo_folder: Path) -> None:
+    cells = executed(ROOT / "examples/notebooks/quickstart.ipynb", demo_folder)
+    displays = shown(cells, "text/html")
+    for words in ("SmolLM2-135M-Instruct.gturbo", "Answer", "Resolved options", "Memory", "closed"):
+        assert any(words in html for html in displays), words
+    reused, prompt = map(int, re.findall(r"\d+", shown(cells, "text/plain")[-4]))
+    assert 0 < reused < prompt
+
+
+def test_the_counters_are_shown_and_plotted(demo_folder: Path) -> None:
+    cells = executed(ROOT / "examples/notebooks/counters.ipynb", demo_folder)
+    assert len([html for html in shown(cells, "text/html") if "Phases" in html]) == 3
+    (picture,) = shown(cells, "image/png")
+    assert len(picture) > 5000
+    assert "a token of the answer:" in printed(cells)
+
+
+def test_the_hit_rate_is_plotted_over_slots(demo_folder: Path) -> None:
+    cells = executed(ROOT / "examples/notebooks/experts.ipynb", demo_folder)
+    (picture,) = shown(cells, "image/png")
+    assert len(picture) > 10000
+    assert "different answers: 1\n" in printed(cells)
+    assert any("streamed, 16 slots per layer" in html for html in shown(cells, "text/html"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_committed_notebook_holds_no_outputs_and_is_tested(path: Path) -> None:
+    content = json.loads(path.read_text())
+    code = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert content["cells"][0]["cell_type"] == "markdown"
+    tests = "".join(p.read_text() for p in Path(__file__).parent.rglob("test_*.py"))
+    assert f"notebooks/{path.name}" in tests
