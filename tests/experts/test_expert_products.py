@@ -53,7 +53,8 @@ def by_hand(x, which, dense, vectors):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("stored", ["dense", "packed"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_every_way_equals_a_loop_over_routes(stored, bias, tokens):
+def test_every_way_equals_a_loop_over_routes(stored, bias, tokens, monkeypatch):
+    monkeypatch.setattr(rooms, "FEW_ROWS", 0)  # so few rows would make one batch
     mlp, dense, vectors = build(stored, bias)
     rng = np.random.default_rng(tokens)
     x = rng.normal(size=(tokens, HIDDEN)).astype(np.float32)
@@ -100,9 +101,6 @@ def test_the_threshold_decides_the_way_and_not_the_answer(monkeypatch):
 
 
 def test_batches_hold_every_chosen_expert_once_and_pad_little():
-    counts = np.array([0, 5, 900, 3, 0, 700, 650, 4, 1, 1])
+    counts = np.array([0, 5, 900, 3, 0, 700, 650, 4, 1, 90, 64])
     groups = [g.tolist() for g in rooms.batches(counts, 1)]
-    assert sorted(e for g in groups for e in g) == [1, 2, 3, 5, 6, 7, 8, 9]
-    assert groups[0] == [2, 5, 6]
-    for group in groups:
-        assert counts[group].max() <= 1.5 * counts[group].min()
+    assert groups == [[2, 5, 6], [9, 10], [1, 7, 3, 8]]
