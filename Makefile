@@ -7,7 +7,7 @@ BACKEND ?= $(if $(filter Darwin,$(shell uname -s)),,cpu)
 comma := ,
 EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint wheel format clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,9 +26,18 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Builds sdist and wheel, and tries the wheel in an environment of its own.
+wheel: $(VENV)/installed
+	rm -rf dist $(VENV)-wheel
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet "$$(echo dist/turbospark-*.whl)$(if $(BACKEND),[$(BACKEND)])"
+	cd dist && ../$(VENV)-wheel/bin/python -I ../tests/wheel_smoke.py
+	rm -rf $(VENV)-wheel
+
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .demo build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-wheel .demo build dist *.egg-info
