@@ -1,0 +1,88 @@
+"""Whole decode steps as CUDA would run them, every launch emulated, against ordinary layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from emulator import emulate
+from packed_models import FUSED, PLAIN, Side, config_of
+
+from turbospark.kernels import (
+    decode_attention,
+    expert_mlp,
+    likeliest,
+    qmv,
+    rope_kv,
+    router_topk,
+)
+from turbospark.kernels.source import Launch, Plan
+from turbospark.layers import fused_decode
+
+SIZES = dict(
+    hidden_size=128,
+    intermediate_size=96,
+    moe_intermediate_size=64,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    num_hidden_layers=2,
+)
+DENSE = ["qmv", "rope_kv", "attention_partial", "attention_combine", "qmv", "qmv", "qmv"]
+ROUTED = [*DENSE[:5], "qmv", "router_topk", "expert_gate_up", "expert_down"]
+CASES = {
+    "llama-bias": (mx.float32, DENSE, 2e-5),
+    "mistral-sliding": (mx.bfloat16, DENSE, 2e-2),
+    "qwen3_moe-base": (mx.float32, ROUTED, 2e-5),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what was launched, in order, once the device claims to be a GPU of CUDA."""
+    names: list[str] = []
+
+    def run(plan: Plan, where: str, inputs: list[mx.array]) -> list[mx.array]:
+        assert where == "cuda"
+        names.append(plan.kernel.name)
+        done = emulate(Launch(plan, inputs))
+        given: dict[str, Any] = dict(zip(plan.kernel.inputs, inputs, strict=True))
+        for name, values in done.updated.items():
+            given[name][:] = mx.array(values.astype(np.float32)).astype(given[name].dtype)
+        return [
+            mx.array(values.astype(np.int32 if dtype == mx.int32 else np.float32)).astype(dtype)
+            for values, (_, dtype) in zip(done.outputs, plan.outputs, strict=True)
+        ]
+
+    monkeypatch.setattr(Plan, "run", run)
+    modules = (decode_attention, expert_mlp, likeliest, qmv, rope_kv, router_topk, fused_decode)
+    for module in modules:
+        monkeypatch.setattr(module, "backend", lambda device: "cuda")
+    return names
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_of_launches_gives_what_ordinary_layers_give(name: str, launched: list[str]) -> None:
+    dtype, per_layer, tolerance = CASES[name]
+    config = {**config_of(name), **SIZES}
+    # A CPU's own products in 16 bits are too inexact to compare with.
+    sides = [
+        Side(config, PLAIN),
+        Side(config, replace(FUSED, fused_rows=1), dtype=dtype),
+    ]
+    random = np.random.default_rng(7)
+    # A prompt by ordinary layers where those are exact; then rows that turn the ring of 12 slots.
+    for rows in (9, 1, 1, 1, 1, 1) if dtype == mx.float32 else [1] * 14:
+        ids = random.integers(0, 100, rows).tolist()
+        launched.clear()
+        plain, fused = (side.feed(ids) for side in sides)
+        assert float(np.abs(fused - plain).max()) < tolerance * float(np.abs(plain).max())
+        expected = [*per_layer * 2, "qmv"] if rows == 1 else []
+        kinds = [n.removesuffix("_matrix").removesuffix("_scalar") for n in launched]
+        assert kinds == expected
+    found = likeliest.likeliest(mx.array(fused[0]))
+    assert found.tolist() == [int(fused[0].argmax())]
+    assert launched[-2:] == ["likeliest_share", "likeliest_best"]
