@@ -213,13 +213,12 @@ class FusedDecode:
         self.layers = layers
         self.fused = fused
         self.rows = kernels.fused_rows
-        self.compiled = kernels.compiled
-        self._traced: dict[tuple[int | None, ...], Callable[..., Any]] = {}
-
-    @property
-    def count(self) -> int:
+        self.compiled = kernels.compiled and None not in fused
+        self.count = sum(layer is not None for layer in fused)
         """Layers that are fused."""
-        return sum(layer is not None for layer in self.fused)
+        routed_by = [layer.mlp for layer in fused if layer and isinstance(layer.mlp, FusedExperts)]
+        self._routed = [(m.store, m.top_k, len(routed_by)) for m in routed_by[:1]]
+        self._traced: dict[tuple[int | None, ...], Callable[..., Any]] = {}
 
     def takes(self, states: LayerStates) -> bool:
         """Whether the pass begun on `states` may run here."""
@@ -238,7 +237,7 @@ class FusedDecode:
         """[1, M, H] -> [1, M, H] behind the last layer."""
         step = states.step
         self._count(states)
-        if self.compiled and step.rows == 1 and after_layer is None and None not in self.fused:
+        if self.compiled and step.rows == 1 and after_layer is None:
             return self._run_traced(x, states)
         for i, (fused, plain, cache) in enumerate(
             zip(self.fused, self.layers, states.layers, strict=True)
@@ -258,9 +257,8 @@ class FusedDecode:
         step = states.step
         step.fused_layers += self.count
         step.attention_calls += self.count
-        for layer in self.fused:
-            if layer is not None and isinstance(layer.mlp, FusedExperts):
-                layer.mlp.store.count(step.rows, layer.mlp.top_k, passes=1)
+        for store, ranks, layers in self._routed:  # one store, and one rule for all layers
+            store.count(step.rows * layers, ranks, passes=layers)
 
     def _run_traced(self, x: mx.array, states: LayerStates) -> mx.array:
         windows = states.windows
@@ -270,8 +268,8 @@ class FusedDecode:
             run = self._traced[windows] = mx.compile(traceable(self.fused, windows))
         x, following, written = run(x, states.length(), states.arrays())
         states.follow(following)
-        for i, cache in enumerate(states.layers):
-            if written:
+        if written:
+            for i, cache in enumerate(states.layers):
                 cache.put(*written[2 * i : 2 * i + 2])
         return x
 
