@@ -31,7 +31,7 @@ wheel: $(VENV)/installed
 	rm -rf dist $(VENV)-wheel
 	$(BIN)/python -m build --outdir dist .
 	$(PYTHON) -m venv $(VENV)-wheel
-	$(VENV)-wheel/bin/python -m pip install --quiet "$$(echo dist/turbospark-*.whl)$(if $(BACKEND),[$(BACKEND)])"
+	$(VENV)-wheel/bin/python -I -m pip install --quiet "$$(echo dist/turbospark-*.whl)$(if $(BACKEND),[$(BACKEND)])"
 	cd dist && ../$(VENV)-wheel/bin/python -I ../tests/wheel_smoke.py
 	rm -rf $(VENV)-wheel
 
