@@ -16,6 +16,7 @@ import pytest
 import tiny_models
 
 from turbospark import OpenOptions, Runner
+from turbospark.cli import main
 from turbospark.cli.parser import COMMANDS, parse
 from turbospark.errors import OptionError, UnsupportedError
 
@@ -31,9 +32,9 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path, program: str) -> list[list[str]]:
-    """The lines of shell blocks that call `program`, as words."""
+    """The lines of shell blocks that call `program`, as words up to a pipe."""
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
-    words = [shlex.split(line, comments=True) for line in lines]
+    words = [shlex.split(line.partition(" | ")[0], comments=True) for line in lines]
     return [w for w in words if program in w[:3]]
 
 
@@ -92,6 +93,25 @@ def test_examples_run(
 def test_commands_parse(page: Path) -> None:
     for words in commands(page, "turbospark"):
         assert parse(words[1:]).run == COMMANDS[words[1]].run
+
+
+def test_the_commands_of_the_command_line_page_run(
+    demo_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+    for words in commands(ROOT / "docs" / "command-line.md", "turbospark"):
+        if words[1] == "pull" or any(word.startswith("path/to/") for word in words):
+            continue  # the network, and what only a reader has
+        assert main(words[1:]) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out.strip(), words
+        ran.append(words[1])
+    assert len(ran) >= 12 and {"synth", "info", "check", "run", "bench", "rm"} <= set(ran)
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
 
 
 def test_the_readme_names_every_command() -> None:
