@@ -31,6 +31,7 @@ from turbospark.experts.base import ExpertStore
 from turbospark.families.base import Model
 from turbospark.kernels.likeliest import likeliest_reference
 from turbospark.options import LiveToggles
+from turbospark.speculation.watching import Watcher, collect
 
 SMALL_SLICE = 4
 """Rows per pass with `prefill_steel` off: below MLX's switch to its large-M kernels."""
@@ -74,6 +75,8 @@ class Engine:
         self.pick = pick
         self.kept = 0
         self.evicted = False
+        self.watcher: Watcher | None = None
+        """The open drafter, where it reads every pass."""
         self.run_ahead = False
         """Guess the next token while the last one is sampled; for greedy decoding on a GPU."""
         self._ahead: _Ahead | None = None
@@ -197,6 +200,27 @@ class Engine:
                 self.pool.live.keep_snapshot()
             yield done + end, logits
 
+    def verify(self, ids: list[int]) -> mx.array:
+        """Feed proposals in one pass that `keep` can cut -> float32 logits [n, vocab]."""
+        logits = self._pass(ids, head="all", tape=True)
+        assert logits is not None
+        return logits
+
+    def keep(self, rows: int) -> None:
+        """Cut the pass just verified to its first `rows`, as if it had had no others."""
+        with self.working():
+            self.states.keep_rows(rows)
+            if self.watcher is not None:
+                self.watcher.settle(rows, self.states)
+            self.pool.live.record.rewind_to(self.position)
+            mx.eval(self.states.arrays())
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around work on the live session beside the model's own passes: a drafter's."""
+        with self._guarded(), mx.stream(self.device):
+            yield
+
     def score(self, ids: Sequence[int], chunk: int | None) -> mx.array:
         """float32 logits [T, vocab] of every position of `ids` fed after the present position."""
         size = self._chunk_size(len(ids), chunk)
@@ -277,24 +301,32 @@ class Engine:
 
     # --- one pass ---------------------------------------------------------------------------------
 
-    def _pass(self, ids: list[int], head: str) -> mx.array | None:
-        """One forward pass over `ids`; head "last" -> [vocab], "all" -> [L, vocab], evaluated."""
+    def _pass(self, ids: list[int], head: str, tape: bool = False) -> mx.array | None:
+        """One forward pass over `ids`; head "last" -> [vocab], "all" -> [L, vocab], evaluated.
+
+        With `tape` it may be cut afterwards.
+        """
         self._drop_ahead()
         self._newest = None
         self._check_usable(len(ids))
         with self._guarded():
             with self.clock.phase("build"):
-                hidden, logits = self._build(mx.array([ids]), head)
+                hidden, logits = self._build(mx.array([ids]), head, tape)
             with self.clock.phase("final_wait"):
                 mx.eval([hidden if logits is None else logits, self.states.unevaluated()])
             self._commit(ids)
         return logits
 
-    def _build(self, ids: mx.array, head: str) -> tuple[mx.array, mx.array | None]:
+    def _build(
+        self, ids: mx.array, head: str, tape: bool = False
+    ) -> tuple[mx.array, mx.array | None]:
         """The graph of a pass over ids [1, L] at the present position."""
+        watcher, taps = self.watcher, dict[int, mx.array]()
         with mx.stream(self.device):
-            self.states.begin(ids.shape[1], self.toggles.prefill_rows_attention is not False)
-            hidden = self.model(ids, self.states)
+            self.states.begin(ids.shape[1], self.toggles.prefill_rows_attention is not False, tape)
+            hidden = self.model(ids, self.states, collect(taps, watcher.taps if watcher else ()))
+            if watcher is not None:
+                watcher.watch(ids, hidden, taps, self.states)
             if head == "none":
                 return hidden, None
             if head == "last":

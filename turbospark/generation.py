@@ -23,6 +23,8 @@ from turbospark.errors import (
 from turbospark.options import GenerationOptions
 from turbospark.progress import DELAY, bar
 from turbospark.sampling import Sampler
+from turbospark.speculation.rounds import Rounds
+from turbospark.speculation.stats import SpeculationStats
 from turbospark.text.stops import StopMatcher
 from turbospark.text.tokenizer import Tokenizer
 
@@ -119,7 +121,8 @@ class GenerationResult(display.Shown):
     reused_prefix_tokens: int = 0
     session_slot_evicted: bool = False
     peak_memory_pressure: str | None = None
-    speculation: Any | None = None
+    speculation: SpeculationStats | None = None
+    """What drafting brought; None when nothing was drafted."""
     phases: PhaseCounters = field(default_factory=PhaseCounters, repr=False)
     """Counters of this generation alone."""
 
@@ -166,16 +169,18 @@ def generate_events(
     tokenizer: Tokenizer | None = None,
     stop_ids: Mapping[int, str] | None = None,
     cancel: Callable[[], bool] | None = None,
+    speculate: Callable[[Sampler], Rounds] | None = None,
 ) -> Generator[Event, None, None]:
     """Generate from `prompt_ids`; the last event is `Finished`.
 
     `stop_ids`: end token -> stop reason. `cancel` is asked before every chunk of the prompt and
     before every further token, never in the middle of a pass; closing the iterator cancels too.
-    The last token of a run is never fed. Before any compute raises EmptyPromptError, TokenIdError,
+    The last token of a run is never fed. `speculate` makes the rounds that take the place of single
+    steps. Before any compute raises EmptyPromptError, TokenIdError,
     ContextOverflowError, TokenizerMissingError.
     """
     admit(engine, prompt_ids, options, tokenizer)
-    run = _Run(engine, list(prompt_ids), options, tokenizer, stop_ids or {}, cancel)
+    run = _Run(engine, list(prompt_ids), options, tokenizer, stop_ids or {}, cancel, speculate)
     try:
         while not run.finished:
             with engine.clock.phase("loop"):  # closed before yielding: consumers are not timed
@@ -279,6 +284,11 @@ class Sink:
         return self.history[self.prompt_len :]
 
     @property
+    def left(self) -> int:
+        """How many more tokens may come."""
+        return self._limit - (len(self.history) - self.prompt_len)
+
+    @property
     def text(self) -> str | None:
         return "".join(self._pieces) if self._detokenizer is not None else None
 
@@ -329,12 +339,14 @@ class _Run:
         tokenizer: Tokenizer | None,
         stop_ids: Mapping[int, str],
         cancel: Callable[[], bool] | None,
+        speculate: Callable[[Sampler], Rounds] | None,
     ) -> None:
         self.finished = False
         self._engine = engine
         self._ids = ids
         self._cancel = cancel
         self._sampler = Sampler(options, engine.vocab_size)
+        self._rounds = None if speculate is None else speculate(self._sampler)
         self._seed = self._sampler.seed if options.temperature > 0 else None
         self._sink = Sink(list(ids), options, tokenizer, stop_ids, engine.clock, engine.max_context)
         self._before = engine.clock.snapshot()
@@ -361,10 +373,12 @@ class _Run:
         return events
 
     def close(self) -> None:
-        """Let go of a prompt that is not completely fed."""
+        """Let go of a prompt that is not completely fed, or of a round that is not used up."""
         close = getattr(self._prompt, "close", None)
         if close is not None:
             close()
+        if self._rounds is not None:
+            self._rounds.stop()
 
     def _feed_prompt(self) -> list[Event]:
         if self._prompt is None:
@@ -372,18 +386,24 @@ class _Run:
                 self._engine.prefill_steps(self._ids, self._engine.begin(self._ids))
             )
         done, self._logits = next(self._prompt)
+        if self._rounds is not None and self._logits is not None:
+            self._rounds.begin(self._ids)
         if done == self._done:  # logits that come apart from the last chunk
             return []
         self._done = done
         return [Prefill(done, len(self._ids))]
 
     def _next_token(self) -> list[Event]:
-        if self._pending is not None:
-            self._logits = self._engine.step(self._pending)
-        with self._engine.clock.phase("sampling"):
-            token = self._choose()
+        sink = self._sink
+        if self._pending is not None and self._rounds is not None:
+            token = self._rounds.token(sink.history, sink.prompt_len, sink.left)
+        else:
+            if self._pending is not None:
+                self._logits = self._engine.step(self._pending)
+            with self._engine.clock.phase("sampling"):
+                token = self._choose()
         self._logits, self._pending = None, token
-        return self._sink.commit(token)
+        return sink.commit(token)
 
     def _choose(self) -> int:
         """The next token; greedy decoding reads back its id alone, unless logits are faulty."""
@@ -393,6 +413,8 @@ class _Run:
         return self._sampler.sample(self._logits, self._sink.history, self._sink.prompt_len)
 
     def _finish(self, events: list[Event]) -> list[Event]:
+        if self._rounds is not None:
+            self._rounds.stop()
         sink, elapsed = self._sink, perf_counter() - self._mark
         if self._pending is None:
             self._prefill_seconds += elapsed
@@ -409,6 +431,7 @@ class _Run:
             stop_token_id=sink.stop_token_id,
             stop_string=sink.stop_string,
             seed=self._seed,
+            speculation=None if self._rounds is None else self._rounds.stats(),
             phases=self._engine.clock.snapshot() - self._before,
             **self._engine.finish(),
         )

@@ -36,6 +36,7 @@ from turbospark.policies import (
     KvQuant,
     LiveToggles,
     LoadGuard,
+    LookupPolicy,
     MtpPolicy,
     Natural,
     Positive,
@@ -163,7 +164,10 @@ class OpenOptions(FrozenOptions):
         DraftPolicies(), "a DraftPolicies", "which drafter to build; off by default"
     )
     acceptance: Literal["auto", "rejection", "match"] = option(
-        "auto", "'auto', 'rejection' or 'match'", "how sampled proposals are accepted"
+        "auto",
+        "'auto', 'rejection' or 'match'",
+        "how sampled proposals are accepted; 'auto' is rejection where the drafter has "
+        "probabilities",
     )
     steering: Steering = option(
         None, "a SteeringPolicy or None", "directional edits of the residual stream; None is off"
@@ -219,11 +223,18 @@ class OpenOptions(FrozenOptions):
                 f"min_auto_context={self.min_auto_context} applies to max_context='auto' alone, "
                 f"but max_context={self.max_context}; drop one of them"
             )
-        if self.acceptance == "rejection" and self.speculation.dflash.kind == "fixed":
+        if self.acceptance != "auto" and self.speculation.is_off:
             raise ValueError(
-                f"acceptance='rejection' needs a drafter with probabilities, but speculation names "
-                f"dflash={self.speculation.dflash}; works: 'auto' or 'match'"
+                f"acceptance={self.acceptance!r} has no effect: speculation is off; name a drafter "
+                "in speculation, or use acceptance='auto'"
             )
+        for name in ("dflash", "prompt_lookup"):
+            policy = getattr(self.speculation, name)
+            if self.acceptance == "rejection" and policy.kind == "fixed":
+                raise ValueError(
+                    f"acceptance='rejection' needs a drafter with probabilities, but speculation "
+                    f"names {name}={policy}; works: 'auto' or 'match'"
+                )
         return self
 
     @classmethod
@@ -342,6 +353,11 @@ class GenerationOptions(FrozenOptions):
     ignore_eos: Bool = option(
         False, "True or False", "run through the model's own end tokens (for measuring)"
     )
+    draft_tokens: Annotated[Int, Field(ge=0, le=MAX_DRAFT_WIDTH)] | None = option(
+        None,
+        f"an integer 0..{MAX_DRAFT_WIDTH} (0 is off), or None",
+        "proposals per round; None is the open drafter's width",
+    )
 
     @model_validator(mode="after")
     def _nucleus_needs_top_k(self) -> GenerationOptions:
@@ -365,6 +381,7 @@ __all__ = [
     "KvQuant",
     "LiveToggles",
     "LoadGuard",
+    "LookupPolicy",
     "MtpPolicy",
     "OpenOptions",
     "RuntimeToggles",

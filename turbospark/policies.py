@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import Enum
 from math import ceil
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -18,6 +19,7 @@ from pydantic import (
     Field,
     Strict,
     ValidationError,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -324,6 +326,7 @@ class _DraftPolicy(FrozenOptions):
     )
 
     VARIABLE: ClassVar[str] = ""
+    AUTO_WIDTH: ClassVar[int] = AUTO_DRAFT_WIDTH
 
     @model_validator(mode="before")
     @classmethod
@@ -387,7 +390,7 @@ class _DraftPolicy(FrozenOptions):
     @property
     def draft_width(self) -> int:
         """Proposals per round: the fixed width, the automatic width, or 0 when off."""
-        return {"off": 0, "auto": AUTO_DRAFT_WIDTH}.get(self.kind, self.width or 0)
+        return {"off": 0, "auto": self.AUTO_WIDTH}.get(self.kind, self.width or 0)
 
     def __str__(self) -> str:
         return self.kind if self.width is None else f"fixed({self.width})"
@@ -405,6 +408,12 @@ class DflashPolicy(_DraftPolicy):
     VARIABLE: ClassVar[str] = "DFLASH_DRAFT"
 
 
+class LookupPolicy(_DraftPolicy):
+    """Policy of prompt lookup, which needs no weights: auto and fixed both use it."""
+
+    AUTO_WIDTH: ClassVar[int] = 8
+
+
 class DraftPolicies(FrozenOptions):
     """Which drafter to build at open; at most one is ever open."""
 
@@ -415,12 +424,40 @@ class DraftPolicies(FrozenOptions):
         DflashPolicy(), f"'off', 'auto' or a width 1..{MAX_DRAFT_WIDTH}", "the block drafter"
     )
 
+    prompt_lookup: LookupPolicy = option(
+        LookupPolicy(),
+        f"'off', 'auto' or a width 1..{MAX_DRAFT_WIDTH}",
+        "what followed the newest tokens before",
+    )
+    draft_model: Annotated[str, Field(min_length=1)] | None = option(
+        None, "a name, a path or None", "an installed model with the same vocabulary"
+    )
+    draft_model_width: Annotated[Int, Field(ge=1, le=MAX_DRAFT_WIDTH)] = option(
+        4, f"an integer 1..{MAX_DRAFT_WIDTH}", "proposals per round of `draft_model`"
+    )
+
+    @field_validator("draft_model", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, PurePath) else value
+
     @model_validator(mode="after")
     def _one_drafter(self) -> DraftPolicies:
-        if self.mtp.kind == "fixed" and self.dflash.kind == "fixed":
+        named = [
+            f"{name}={getattr(self, name)}"
+            for name in ("mtp", "dflash", "prompt_lookup")
+            if getattr(self, name).kind == "fixed"
+        ]
+        if self.draft_model is not None:
+            named.append(f"draft_model={self.draft_model!r}")
+        if len(named) > 1:
             raise ValueError(
-                f"mtp={self.mtp} and dflash={self.dflash} are both named, but a round drafts "
-                "with one model; name exactly one"
+                f"{' and '.join(named)} are named together, but a round drafts with one model; "
+                "name exactly one"
+            )
+        if self.draft_model is None and self.draft_model_width != 4:
+            raise ValueError(
+                f"draft_model_width={self.draft_model_width} has no effect without draft_model"
             )
         return self
 
@@ -437,4 +474,5 @@ class DraftPolicies(FrozenOptions):
     @property
     def is_off(self) -> bool:
         """True when no drafter may be built."""
-        return self.mtp.kind == "off" and self.dflash.kind == "off"
+        kinds = {self.mtp.kind, self.dflash.kind, self.prompt_lookup.kind}
+        return kinds == {"off"} and self.draft_model is None

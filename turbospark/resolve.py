@@ -18,6 +18,7 @@ from turbospark import display
 from turbospark.cache.packed import packed_specs
 from turbospark.cache.pool import MAX_SNAPSHOTS
 from turbospark.cache.specs import CacheSpec, PackedSpec, RingSpec
+from turbospark.cache.state import ring_capacity
 from turbospark.dtypes import Quant, Raw
 from turbospark.errors import OptionError, UnsupportedError
 from turbospark.experts.mapped import scratch_bytes, zero_copy
@@ -38,6 +39,7 @@ from turbospark.sizing import (
     check_load,
     physical_memory,
 )
+from turbospark.speculation.choose import WITH_PROBABILITIES, Choice, Offer, choose
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class Resolved(display.Shown):
     """The tables that packed keys are balanced with: "calibrated" and their digest, or "none"."""
     kernels: str
     """"auto" where passes of few rows may run through kernels of our own, else "reference"."""
+    drafter: str | None
+    draft_width: int
+    """Proposals per round at most; 0 without a drafter."""
+    draft_note: str | None
+    """Why a drafter that was left to "auto" is not open."""
+    acceptance: str | None
+    """How sampled proposals are accepted; None without a drafter."""
     verify: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,6 +101,8 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         if residency == "mapped":
             mapping = "zero-copy" if zero_copy(install.experts) else "copied per use"
     best = choices(mx.Device(getattr(mx, device)), options.kernels)
+    offer = Offer(family.name, family.capabilities.drafters, set(install.resident.names))
+    choice = choose(options.speculation, offer)
     chunks = {"off": None, "auto": best.prefill_chunk}
     chunk = 1 if family.capabilities.chunked_prefill else options.prefill_chunk
     return Resolved(
@@ -112,6 +123,10 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         kv_quantized_layers=(),
         kv_balance="none",
         kernels="reference" if best == best.without_kernels() else "auto",
+        drafter=choice.drafter,
+        draft_width=choice.width,
+        draft_note=choice.note,
+        acceptance=_acceptance(options.acceptance, choice),
         verify=options.verify,
     )
 
@@ -166,10 +181,43 @@ def resolve_context(
         check_load(load, options.max_context, options.load_guard)
         _warn_past_training(options.max_context, trained)
     _check_ring(options.swa_ring_capacity, resolved.max_context, specs)
+    _check_slack(options.swa_ring_capacity, resolved, specs)
     layers = tuple(i for i, spec in enumerate(specs) if isinstance(spec, PackedSpec))
     tables = balance.digest(install) if layers else None
     name = "none" if tables is None else f"calibrated {tables[:16]}"
     return replace(resolved, kv_quantized_layers=layers, kv_balance=name)
+
+
+def _acceptance(asked: str, choice: Choice) -> str | None:
+    """How sampled proposals are accepted; refuses what the chosen drafter cannot do."""
+    if choice.drafter is None:
+        if asked != "auto":
+            raise OptionError(
+                f"acceptance={asked!r} has no effect: no drafter is open"
+                + (f" ({choice.note})" if choice.note else "")
+            )
+        return None
+    drawn = choice.drafter in WITH_PROBABILITIES
+    if asked == "rejection" and not drawn:
+        raise OptionError(
+            f"acceptance='rejection' needs a drafter with probabilities, and "
+            f"{choice.drafter} has none; works: 'auto' or 'match'"
+        )
+    return ("rejection" if drawn else "match") if asked == "auto" else asked
+
+
+def _check_slack(capacity: int | None, resolved: Resolved, specs: Sequence[CacheSpec]) -> None:
+    """Refuse a ring from which the proposals of a round could not be taken back."""
+    for spec in specs:
+        if isinstance(spec, RingSpec) and spec.window < resolved.max_context:
+            rows = ring_capacity(spec.window, resolved.max_context, capacity)
+            if rows < resolved.max_context and rows - spec.window < resolved.draft_width:
+                raise OptionError(
+                    f"swa_ring_capacity={capacity} leaves {rows - spec.window} slots beside the "
+                    f"window {spec.window}, but {resolved.drafter} may propose "
+                    f"{resolved.draft_width} tokens; use at least "
+                    f"{spec.window + resolved.draft_width}"
+                )
 
 
 def _warn_past_training(context: int, trained: int | None) -> None:
@@ -223,9 +271,6 @@ def refuse_unsupported(options: OpenOptions, family: Family) -> None:
     """Refuse every option whose feature this build or family does not have."""
     asked = {
         "steering": options.steering is not None,
-        "speculation": any(
-            p.kind == "fixed" for p in (options.speculation.mtp, options.speculation.dflash)
-        ),
         "vision_sidecar": options.vision_sidecar is not None,
     }
     for name, wanted in asked.items():

@@ -17,11 +17,13 @@ import mlx.core as mx
 
 from turbospark import display
 from turbospark.counters import PhaseCounters
+from turbospark.drafting import Drafting, check_draft_tokens, open_drafting
 from turbospark.engine import Engine
 from turbospark.errors import (
     OptionError,
     RunnerBusyError,
     RunnerClosedError,
+    SpeculationUnavailableError,
     TokenIdError,
     TokenizerMissingError,
     UnsupportedError,
@@ -31,6 +33,7 @@ from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
 from turbospark.generation import (
     Event,
+    Finished,
     GenerationResult,
     admit,
     collect,
@@ -45,6 +48,7 @@ from turbospark.opening import load
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.policies import short
 from turbospark.resolve import Resolved, resolve, resolve_caches, resolve_context
+from turbospark.speculation.stats import SpeculationStats
 from turbospark.text.tokenizer import Tokenizer, load_with_stops
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -69,6 +73,7 @@ class Runner(display.Shown):
         tokenizer: Tokenizer | None,
         stop_ids: Mapping[int, str],
         manifest_sha256: str,
+        drafting: Drafting | None,
     ) -> None:
         self.path = path
         self.options = options
@@ -86,6 +91,7 @@ class Runner(display.Shown):
             "kv_balance": resolved.kv_balance,
         }
         self._engine: Engine | None = engine
+        self._drafting = drafting
         self._weights_bytes = weights_bytes
         self._lock = threading.Lock()
         self._owner: int | None = None
@@ -143,6 +149,7 @@ class Runner(display.Shown):
             tokenizer,
             stops,
             install.manifest.sha256,
+            open_drafting(resolved, options, engine, tokenizer, cls.open),
         )
 
     # --- token level ------------------------------------------------------------------------------
@@ -242,6 +249,7 @@ class Runner(display.Shown):
         engine = self._open_engine()
         tokens = engine.check(self.encode(prompt))
         admit(engine, tokens, chosen, self.tokenizer)
+        check_draft_tokens(chosen, self._drafting)
         return self._events(tokens, chosen, cancel)
 
     def _events(
@@ -251,11 +259,17 @@ class Runner(display.Shown):
         cancel: Callable[[], bool] | None,
     ) -> Iterator[Event]:
         with self._exclusive() as engine:
-            engine.run_ahead = self._runs_ahead(options)
-            events = generate_events(engine, tokens, options, self.tokenizer, self.stop_ids, cancel)
+            drafting = self._drafting
+            speculate = None if drafting is None else drafting.rounds(engine, options)
+            engine.run_ahead = speculate is None and self._runs_ahead(options)
+            events = generate_events(
+                engine, tokens, options, self.tokenizer, self.stop_ids, cancel, speculate
+            )
             try:
                 with closing(events):
                     for event in events:
+                        if drafting is not None and isinstance(event, Finished):
+                            drafting.count(event.result.speculation)
                         yield event
                         self._owner = threading.get_ident()  # another thread may continue
             finally:
@@ -320,10 +334,11 @@ class Runner(display.Shown):
         """Planned bytes of this runner, and MLX's live figures for the whole process."""
         engine = self._open_engine()
         store, sessions = engine.store, engine.pool.sessions
+        weights, experts, kv = (0, 0, 0) if self._drafting is None else self._drafting.memory
         return MemoryReport(
-            weights=self._weights_bytes,
-            experts=store.nbytes if store is not None else 0,
-            kv=engine.pool.nbytes,
+            weights=self._weights_bytes + weights,
+            experts=experts + (store.nbytes if store is not None else 0),
+            kv=kv + engine.pool.nbytes,
             active=mx.get_active_memory(),
             peak=mx.get_peak_memory(),
             cache=mx.get_cache_memory(),
@@ -383,6 +398,27 @@ class Runner(display.Shown):
         return "steering is not supported by this build"
 
     @property
+    def speculation(self) -> SpeculationStats | None:
+        """What drafting brought, cumulative since open; None without a drafter."""
+        return None if self._drafting is None else self._drafting.totals
+
+    def probe_speculation(
+        self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any
+    ) -> SpeculationStats:
+        """Generate, and say what drafting brought.
+
+        Raises SpeculationUnavailableError where fewer than 2 % of first proposals are accepted:
+        such a drafter is broken or unfit, and its figures say nothing about speed.
+        """
+        stats = self.generate(prompt, options, **changes).speculation
+        if stats is None:
+            raise SpeculationUnavailableError(
+                "nothing was drafted: no drafter is open, or draft_tokens is 0"
+            )
+        stats.check()
+        return stats
+
+    @property
     def toggles(self) -> LiveToggles:
         """The eight switches, assignable; `has_effect(name)` tells which this model reads."""
         return self._open_engine().toggles
@@ -408,6 +444,8 @@ class Runner(display.Shown):
         with self._exclusive() as engine:
             engine.close()
             self._engine = None
+            if self._drafting is not None:
+                self._drafting.close()
         mx.clear_cache()
 
     @property

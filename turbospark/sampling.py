@@ -11,7 +11,8 @@ truncations, so it never changes which tokens are in the running.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from time import time_ns
 from typing import Any
 
@@ -67,13 +68,28 @@ class Sampler:
         its length is the number of this draw. Ties go to the lower id.
         Raises NonFiniteLogitsError for NaN or infinite logits.
         """
-        row = self._checked(logits)
-        if self._penalises:
-            row = self._penalised(row, history, prompt_len)
+        row = self._adjusted(logits, history, prompt_len)
         if self.options.temperature == 0:
             return int(np.argmax(row))  # the first, hence lowest, of equal maxima
         ids, log_p = self.distribution(row)
         return draw(ids, log_p, uniform(self.seed, len(history) - prompt_len))
+
+    def shaped(self, logits: Any, history: Sequence[int], prompt_len: int) -> tuple[Ids, Row]:
+        """Candidate ids and their probabilities (float64, summing to 1) for the same draw.
+
+        Only where the temperature is above 0.
+        """
+        ids, log_p = self.distribution(self._adjusted(logits, history, prompt_len))
+        mass = np.exp(log_p - log_p.max())
+        return ids, mass / mass.sum()
+
+    def uniforms(self) -> Iterator[float]:
+        """Numbers in [0, 1) under this seed, never one twice; number 0 is `sample`'s first."""
+        return (uniform(self.seed, step) for step in count(1))
+
+    def _adjusted(self, logits: Any, history: Sequence[int], prompt_len: int) -> Row:
+        row = self._checked(logits)
+        return self._penalised(row, history, prompt_len) if self._penalises else row
 
     def distribution(self, row: Row) -> tuple[Ids, Row]:
         """Candidate ids and their log probabilities (float64, unnormalised), after everything but

@@ -80,6 +80,11 @@ class Tokenizer:
             config_eos,
         )
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's spelling and id, added ones too."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     # --- ids and text ---------------------------------------------------------------------------
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
