@@ -160,7 +160,6 @@ def test_every_variable_of_the_options_page_is_read() -> None:
     "change",
     [
         {"steering": {"vectors": []}},
-        {"speculation": {"mtp": 2}},
         {"vision_sidecar": "auto"},
     ],
     ids=lambda change: next(iter(change)),

@@ -29,6 +29,8 @@ _EXPORTS = {
     "MtpPolicy": "turbospark.options",
     "DflashPolicy": "turbospark.options",
     "PhaseCounters": "turbospark.counters",
+    "SpeculationStats": "turbospark.speculation.stats",
+    "LookupPolicy": "turbospark.options",
     "convert": "turbospark.conversion",
     "pull": "turbospark.hub",
     "synth": "turbospark.synthesis",
@@ -47,12 +49,14 @@ __all__ = [
     "GenerationResult",
     "KvQuant",
     "LoadGuard",
+    "LookupPolicy",
     "MtpPolicy",
     "OpenOptions",
     "PhaseCounters",
     "Prefill",
     "Runner",
     "RuntimeToggles",
+    "SpeculationStats",
     "Tail",
     "Token",
     "TurbosparkError",
@@ -80,11 +84,13 @@ if TYPE_CHECKING:
         GenerationOptions,
         KvQuant,
         LoadGuard,
+        LookupPolicy,
         MtpPolicy,
         OpenOptions,
         RuntimeToggles,
     )
     from turbospark.runner import Runner
+    from turbospark.speculation.stats import SpeculationStats
     from turbospark.synthesis import synth
 
 

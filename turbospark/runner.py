@@ -128,13 +128,8 @@ class Runner(display.Shown):
         config = family.read_config(ConfigReader(values, str(install.path / "manifest.json")))
         resolved = resolve(options, install, family, values["model_type"])
         specs = resolve_caches(options, family, family.cache_specs(config))
-        resolved = resolve_context(
-            resolved,
-            options,
-            install,
-            specs,
-            values.get("max_position_embeddings"),
-        )
+        trained = values.get("max_position_embeddings")
+        resolved = resolve_context(resolved, options, install, specs, trained)
         engine, weights_bytes = load(install, options, family, config, specs, resolved, progress)
         eos = values.get("eos_token_id")
         tokenizer, stops = load_with_stops(install.path, eos)
@@ -334,7 +329,7 @@ class Runner(display.Shown):
         """Planned bytes of this runner, and MLX's live figures for the whole process."""
         engine = self._open_engine()
         store, sessions = engine.store, engine.pool.sessions
-        weights, experts, kv = (0, 0, 0) if self._drafting is None else self._drafting.memory
+        weights, experts, kv = self._drafting.memory if self._drafting else (0, 0, 0)
         return MemoryReport(
             weights=self._weights_bytes + weights,
             experts=experts + (store.nbytes if store is not None else 0),
@@ -407,14 +402,11 @@ class Runner(display.Shown):
     ) -> SpeculationStats:
         """Generate, and say what drafting brought.
 
-        Raises SpeculationUnavailableError where fewer than 2 % of first proposals are accepted:
-        such a drafter is broken or unfit, and its figures say nothing about speed.
+        Raises SpeculationUnavailableError where fewer than 2 % of first proposals are accepted.
         """
         stats = self.generate(prompt, options, **changes).speculation
         if stats is None:
-            raise SpeculationUnavailableError(
-                "nothing was drafted: no drafter is open, or draft_tokens is 0"
-            )
+            raise SpeculationUnavailableError("nothing was drafted: no drafter, or draft_tokens=0")
         stats.check()
         return stats
 

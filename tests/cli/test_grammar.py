@@ -31,6 +31,7 @@ OPENING = {
     "expert_lookahead": True,
     "expert_disk_io": True,
     "kv_quant": KvQuant.BITS_3_5,
+    "acceptance": "match",
     "prefill_chunk": 64,
     "dtype": "bfloat16",
     "device": "cpu",
@@ -42,6 +43,7 @@ OPENING = {
 SAMPLING = {
     "max_new_tokens": 7,
     "temperature": 0.5,
+    "draft_tokens": 3,
     "top_k": 3,
     "top_p": 0.25,
     "min_p": 0.125,
@@ -92,7 +94,8 @@ def test_an_opening_flag_reaches_its_option(
     if command[0] == "bench" and name in ("chat_date", "min_auto_context"):
         assert turbospark(*command, *flags(name, OPENING[name])).code == 2
         return
-    found = opened(monkeypatch, turbospark, *command, *flags(name, OPENING[name]))
+    lookup = ("--speculative-drafter", "lookup") if name == "acceptance" else ()
+    found = opened(monkeypatch, turbospark, *command, *flags(name, OPENING[name]), *lookup)
     assert getattr(found, name) == OPENING[name] != OpenOptions.model_fields[name].default
 
 

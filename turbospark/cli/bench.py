@@ -56,6 +56,9 @@ def bench(args: Namespace) -> int:
             results.append(runner.generate(ids, options))
             others += [] if peer is None else [peer.generate(ids, args.max_new)]
         counters = runner.phase_counters - before
+        for result in results:
+            if result.speculation is not None:
+                result.speculation.check()  # figures of a broken drafter would look tidy
         data = _report(args, runner, results, counters, origin)
         if peer is not None:
             data["mlx_lm"] = _beside(peer, others, results)
@@ -114,6 +117,8 @@ def _report(
         "resolved": runner.resolved.as_dict(),
         "toggles": runner.toggles.snapshot().model_dump(),
         "memory": asdict(runner.memory),
+        "drafting": results[-1].speculation and str(results[-1].speculation),
+        "speculation": results[-1].speculation and results[-1].speculation.as_dict(),
         "counters": counters.as_dict(),
     }
 
@@ -160,6 +165,7 @@ def _text(data: dict[str, Any], counters: PhaseCounters) -> str:
         "mlx-lm answer": peer
         and f"the first {peer['agreeing_tokens']} of {data['new_tokens']} "
         f"tokens are the same; its weights are {', '.join(peer['dtypes'])}",
+        "drafting": data["drafting"],
         "expert hits": None if hits is None else f"{hits:.1%}",
         "memory": f"{planned}; peak of the process {size(data['peak_resident_bytes'])}{both}",
         "prompt": f"{data['prompt']['tokens']} tokens, {data['prompt']['from']}",

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from turbospark import __version__
+from turbospark.cli import speculative
 
 MODEL = "an install: the name of an installed model, or a directory"
 
@@ -23,7 +24,8 @@ NO_FLAG = frozenset({
     "expecting",  # an object
     "prefix_reuse", "session_slots",  # the command decides
     "toggles", "swa_ring_capacity",  # for measuring and testing: bench has --toggle
-    "speculation", "acceptance", "steering", "vision_sidecar",  # in no build yet
+    "speculation",  # --speculative and its companions say it
+    "steering", "vision_sidecar",  # in no build yet
 })  # fmt: skip
 # Fields whose flag is not spelled like the field.
 SPELLED = {
@@ -189,7 +191,7 @@ def opening(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of OpenOptions that were given on the command line."""
     from turbospark.options import OpenOptions
 
-    return _given(args, OpenOptions)
+    return _given(args, OpenOptions) | speculative.policies(args)
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -339,6 +341,7 @@ def _talk(parser: argparse.ArgumentParser) -> None:
     length = {"max_new_tokens": "1024, or what fits the context"}
     add_options(parser, "generation", GenerationOptions, length)
     add_options(parser, "opening", OpenOptions, INTERACTIVE)
+    speculative.add_flags(parser, "auto")
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
@@ -366,6 +369,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     exact = {"max_context": "what the prompt and the answer take"}
     title = "opening (pinned: the environment is not read)"
     add_options(parser, title, OpenOptions, exact, NO_FLAG | {"chat_date", "min_auto_context"})
+    speculative.add_flags(parser, "off")
 
 
 def _completion(parser: argparse.ArgumentParser) -> None:

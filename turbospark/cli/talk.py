@@ -171,7 +171,10 @@ def _encode(args: Namespace, runner: Runner, prompt: Any) -> list[int]:
 
 def _open(args: Namespace, **changes: Any) -> Runner:
     options = OpenOptions.interactive(**opening(args), **changes)
-    return Runner.open(args.model, options, progress=_watched(args))
+    runner = Runner.open(args.model, options, progress=_watched(args))
+    if runner.resolved.draft_note and args.speculative == "auto":
+        note(f"turbospark: nothing is drafted: {runner.resolved.draft_note}")
+    return runner
 
 
 def _watched(args: Namespace) -> bool:
@@ -217,6 +220,7 @@ def _figures(result: GenerationResult) -> str:
         f"prompt {fed} in {result.prefill_seconds:.2f} s "
         f"({rate(result.prefill_tokens_per_second)}); answer {result.new_tokens} tokens at "
         f"{rate(result.decode_tokens_per_second)}; stopped: {result.stop_reason}"
+        + (f"; drafting: {result.speculation}" if result.speculation else "")
     )
 
 
@@ -230,6 +234,7 @@ def _report(runner: Runner, result: GenerationResult) -> dict[str, Any]:
         "prefill_tokens_per_second": result.prefill_tokens_per_second,
         "decode_tokens_per_second": result.decode_tokens_per_second,
         "phases": result.phases.as_dict(),
+        "speculation": result.speculation and result.speculation.as_dict(),
         "resolved": runner.resolved.as_dict(),
         "memory": asdict(runner.memory),
     }

@@ -113,6 +113,8 @@ class Rounds:
         self.tally.rollbacks += rows < fed
         with self._timed("rollback_seconds"):
             self.model.keep(rows)
+            with self.model.working():
+                self.drafter.keep(rows)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
