@@ -141,7 +141,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 def patched(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Any]) -> None:
     """`answer(real, fd, buffers, offset)` in place of preadv."""
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: answer(real, *args))
+
+    def read(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+        return answer(lambda *args: real(*args, *flags), fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
 
 
 def open_streamed(install: Path) -> Runner:

@@ -45,12 +45,13 @@ class StackedMatrix:
             # Never `sorted_indices`: mlx 0.32.4 on CUDA then multiplies by the wrong experts.
             y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=rows)
         else:
+            weight, scales, biases, rows = self._chosen(self.scales, x.dtype, which)
             y = mx.gather_qmm(
                 x,
-                self.weight,
-                self.scales,
-                self.biases,
-                rhs_indices=which,
+                weight,
+                scales,
+                biases,
+                rhs_indices=rows,
                 transpose=True,
                 group_size=self.fmt.group_size,
                 bits=self.fmt.bits,
@@ -58,6 +59,19 @@ class StackedMatrix:
                 sorted_indices=is_sorted,
             )
         return y if self.bias is None else y + self.bias[which][..., None, :]
+
+    def _chosen(
+        self, scales: mx.array, dtype: mx.Dtype, which: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array | None, mx.array]:
+        """Weights, companions and the indices into them; of the chosen matrices alone where MLX
+        would widen the companions of all to `dtype`.
+        """
+        biases = self.biases
+        if biases is None or biases.dtype == dtype or which.size >= len(self.weight):
+            return self.weight, scales, biases, which
+        ids = which.flatten()
+        rows = mx.arange(which.size, dtype=mx.uint32).reshape(which.shape)
+        return self.weight[ids], scales[ids].astype(dtype), biases[ids].astype(dtype), rows
 
     def _cast(self, dtype: mx.Dtype, which: mx.array) -> tuple[mx.array, mx.array]:
         """Dense weights in `dtype` and the indices into them; only the chosen ones are cast where
