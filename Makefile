@@ -25,6 +25,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent tests/typed_use.py
 
 # Builds sdist and wheel, and tries the wheel in an environment of its own.
 wheel: $(VENV)/installed

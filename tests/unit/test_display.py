@@ -234,7 +234,7 @@ def test_a_cell_draws_the_prompt_the_text_and_the_result(
     assert "prompt 5 of 5 tokens" in drawn[0].data
     texts = [Page(shown.data).text for shown in drawn[1:-1]]
     assert len(texts) >= 6 and texts[0].startswith("Answer1 tokens …")
-    assert texts[5].startswith("Answer6 tokens, ")
+    assert texts[5].startswith("Answer6 tokens, ") and texts[-1].endswith(found.text)
 
 
 @pytest.fixture
