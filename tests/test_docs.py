@@ -159,7 +159,6 @@ def test_every_variable_of_the_options_page_is_read() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"steering": {"vectors": []}},
         {"vision_sidecar": "auto"},
     ],
     ids=lambda change: next(iter(change)),

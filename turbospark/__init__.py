@@ -28,6 +28,10 @@ _EXPORTS = {
     "DraftPolicies": "turbospark.options",
     "MtpPolicy": "turbospark.options",
     "DflashPolicy": "turbospark.options",
+    "SteeringMode": "turbospark.policies",
+    "SteeringPolicy": "turbospark.steering",
+    "SteeringSet": "turbospark.steering",
+    "SteeringVector": "turbospark.steering",
     "PhaseCounters": "turbospark.counters",
     "SpeculationStats": "turbospark.speculation.stats",
     "LookupPolicy": "turbospark.options",
@@ -57,6 +61,10 @@ __all__ = [
     "Runner",
     "RuntimeToggles",
     "SpeculationStats",
+    "SteeringMode",
+    "SteeringPolicy",
+    "SteeringSet",
+    "SteeringVector",
     "Tail",
     "Token",
     "TurbosparkError",
@@ -89,8 +97,10 @@ if TYPE_CHECKING:
         OpenOptions,
         RuntimeToggles,
     )
+    from turbospark.policies import SteeringMode
     from turbospark.runner import Runner
     from turbospark.speculation.stats import SpeculationStats
+    from turbospark.steering import SteeringPolicy, SteeringSet, SteeringVector
     from turbospark.synthesis import synth
 
 

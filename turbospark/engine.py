@@ -28,10 +28,11 @@ from turbospark.errors import (
     TokenIdError,
 )
 from turbospark.experts.base import ExpertStore
-from turbospark.families.base import Model
+from turbospark.families.base import AfterLayer, Model
 from turbospark.kernels.likeliest import likeliest_reference
 from turbospark.options import LiveToggles
 from turbospark.speculation.watching import Watcher, collect
+from turbospark.steering import Steering
 
 SMALL_SLICE = 4
 """Rows per pass with `prefill_steel` off: below MLX's switch to its large-M kernels."""
@@ -73,6 +74,9 @@ class Engine:
         self.clock = clock
         self.score_values = score_values
         self.pick = pick
+        self.steering: Steering | None = None
+        self._probe: dict[int, mx.array] | None = None
+        """Where the next passes leave every layer's output, for `residuals`."""
         self.kept = 0
         self.evicted = False
         self.watcher: Watcher | None = None
@@ -213,6 +217,8 @@ class Engine:
             if self.watcher is not None:
                 self.watcher.settle(rows, self.states)
             self.pool.live.record.rewind_to(self.position)
+            if self.steering is not None:
+                self.steering.cut(rows)
             mx.eval(self.states.arrays())
 
     @contextmanager
@@ -235,6 +241,28 @@ class Engine:
             scores = mx.concatenate(rows, axis=0)
             mx.eval(scores)
         return scores
+
+    def residuals(self, ids: Sequence[int]) -> mx.array:
+        """float32 [layers, hidden]: the stream after every layer, as it leaves steering, at the
+        last of `ids` fed after the present position.
+        """
+        if len(ids) > 1:
+            for _ in self.feed(ids[:-1], 0, self.prefill_chunk):
+                pass
+        self._probe = seen = dict[int, mx.array]()
+        try:
+            self._pass(list(ids[-1:]), head="none")
+        finally:
+            self._probe = None
+        with mx.stream(self.device):
+            stream = mx.stack([seen[layer][0, -1] for layer in sorted(seen)]).astype(mx.float32)
+            mx.eval(stream)
+        return stream
+
+    def set_steering(self, steering: Steering | None) -> None:
+        """Edit the stream otherwise from now on; what was cached was computed the old way."""
+        self.reset()
+        self.steering = steering
 
     def check(self, ids: Any) -> list[int]:
         """Token ids as a list of ints; refuses none, a foreign type and ids out of range."""
@@ -313,7 +341,8 @@ class Engine:
             with self.clock.phase("build"):
                 hidden, logits = self._build(mx.array([ids]), head, tape)
             with self.clock.phase("final_wait"):
-                mx.eval([hidden if logits is None else logits, self.states.unevaluated()])
+                result = hidden if logits is None else logits
+                mx.eval([result, self.states.unevaluated(), self._coefficients()])
             self._commit(ids)
         return logits
 
@@ -321,10 +350,10 @@ class Engine:
         self, ids: mx.array, head: str, tape: bool = False
     ) -> tuple[mx.array, mx.array | None]:
         """The graph of a pass over ids [1, L] at the present position."""
-        watcher, taps = self.watcher, dict[int, mx.array]()
+        watcher, taps = self.watcher, {} if self._probe is None else self._probe
         with mx.stream(self.device):
             self.states.begin(ids.shape[1], self.toggles.prefill_rows_attention is not False, tape)
-            hidden = self.model(ids, self.states, collect(taps, watcher.taps if watcher else ()))
+            hidden = self.model(ids, self.states, self._after_layer(taps))
             if watcher is not None:
                 watcher.watch(ids, hidden, taps, self.states)
             if head == "none":
@@ -333,10 +362,27 @@ class Engine:
                 return hidden, self.model.head(hidden[:, -1:])[0, 0]
             return hidden, self.model.head(hidden)[0]
 
+    def _after_layer(self, taps: dict[int, mx.array]) -> AfterLayer | None:
+        """What happens to the stream after each layer of one pass: it is steered, then read.
+
+        `taps` receives the outputs that the drafter or a `residuals` call asked for.
+        """
+        steer = None if self.steering is None else self.steering.begin()
+        wanted = self.watcher.taps if self.watcher else ()
+        read = collect(taps, wanted if self._probe is None else range(len(self.states.specs)))
+        if steer is None or read is None:
+            return steer or read
+        return lambda layer, hidden: read(layer, steer(layer, hidden))
+
+    def _coefficients(self) -> list[mx.array]:
+        return [] if self.steering is None else self.steering.arrays()
+
     def _commit(self, ids: list[int]) -> None:
         """The pass over `ids` happened: its rows are part of the past now. Call it guarded."""
         self.pool.live.record.record(ids, self.states.position)
         self.states.advance()
+        if self.steering is not None:
+            self.steering.commit()
         self.clock.count("calls", len(ids))
         self.clock.count("passes")
         self.clock.count("attention_calls", self.states.step.attention_calls)
@@ -389,7 +435,7 @@ class Engine:
             assert logits is not None
             with mx.stream(self.device):
                 following = _Row(logits, self.pick(logits))
-            mx.async_eval([following.id, logits, self.states.unevaluated()])
+            mx.async_eval([following.id, logits, self.states.unevaluated(), self._coefficients()])
             self._ahead = _Ahead(token, following, before)
         return _Row(row.logits, token)
 

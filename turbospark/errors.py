@@ -74,6 +74,10 @@ class SessionFileError(TurbosparkError):
     """A saved session that cannot be written, or does not belong here, or is damaged."""
 
 
+class SteeringFileError(TurbosparkError):
+    """A control-vector file that cannot be read or written, or is not one."""
+
+
 class RunnerClosedError(TurbosparkError):
     """A call on a closed runner."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import date
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +22,7 @@ from pydantic import (
 )
 
 from turbospark.errors import OptionError
+from turbospark.loading import load
 from turbospark.policies import (
     AUTO_DRAFT_WIDTH,
     ENV_PREFIX,
@@ -72,15 +72,10 @@ def _as_arch(value: Any) -> Any:
 
 
 def _as_steering(value: Any) -> Any:
-    """None (off), or a SteeringPolicy where this build has one; imported late, as above."""
+    """None (off), or a SteeringPolicy; imported late, as above."""
     if value is None:
         return None
-    try:
-        policy = import_module("turbospark.steering").SteeringPolicy
-    except ImportError:
-        raise ValueError(
-            f"{short(value)} was asked for, but this build has no steering; works: None"
-        ) from None
+    policy = load("turbospark.steering").SteeringPolicy
     if isinstance(value, policy):
         return value
     if isinstance(value, dict):

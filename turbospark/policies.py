@@ -211,6 +211,20 @@ class KvQuant(Enum):
         return str(self.value)
 
 
+class SteeringMode(str, Enum):
+    """What an edit does with a direction: take it out, add it, set it, or take it out and keep the
+    row's length.
+    """
+
+    ABLATE = "ablate"
+    ADD = "add"
+    CLAMP = "clamp"
+    RENORM = "renorm"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 # --- toggles ----------------------------------------------------------------------------------
 
 

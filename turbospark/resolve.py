@@ -40,6 +40,7 @@ from turbospark.sizing import (
     physical_memory,
 )
 from turbospark.speculation.choose import WITH_PROBABILITIES, Choice, Offer, choose
+from turbospark.steering import SteeringPolicy
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Resolved(display.Shown):
     """Why a drafter that was left to "auto" is not open."""
     acceptance: str | None
     """How sampled proposals are accepted; None without a drafter."""
+    steering: str | None
+    """The edits in force, in one line; None when off."""
     verify: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,6 +130,7 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         draft_width=choice.width,
         draft_note=choice.note,
         acceptance=_acceptance(options.acceptance, choice),
+        steering=SteeringPolicy.of(options.steering).line(install.arch.num_layers),
         verify=options.verify,
     )
 
@@ -270,7 +274,6 @@ def _record_bytes(record: RecordLayout, itemsize: int) -> int:
 def refuse_unsupported(options: OpenOptions, family: Family) -> None:
     """Refuse every option whose feature this build or family does not have."""
     asked = {
-        "steering": options.steering is not None,
         "vision_sidecar": options.vision_sidecar is not None,
     }
     for name, wanted in asked.items():

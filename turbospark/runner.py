@@ -49,12 +49,14 @@ from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.policies import short
 from turbospark.resolve import Resolved, resolve, resolve_caches, resolve_context
 from turbospark.speculation.stats import SpeculationStats
+from turbospark.steered import Steered, placed
+from turbospark.steering import SteeringPolicy
 from turbospark.text.tokenizer import Tokenizer, load_with_stops
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
-class Runner(display.Shown):
+class Runner(display.Shown, Steered):
     """A model ready to generate; made by `Runner.open`.
 
     Usable from any thread; one generation runs at a time. Other threads wait for their turn,
@@ -90,6 +92,7 @@ class Runner(display.Shown):
             "kv_quant": resolved.kv_quant,
             "kv_balance": resolved.kv_balance,
         }
+        self._steer(SteeringPolicy.of(options.steering))
         self._engine: Engine | None = engine
         self._drafting = drafting
         self._weights_bytes = weights_bytes
@@ -130,7 +133,9 @@ class Runner(display.Shown):
         specs = resolve_caches(options, family, family.cache_specs(config))
         trained = values.get("max_position_embeddings")
         resolved = resolve_context(resolved, options, install, specs, trained)
+        steering = placed(options.steering, family, resolved, install.arch)
         engine, weights_bytes = load(install, options, family, config, specs, resolved, progress)
+        engine.set_steering(steering)
         eos = values.get("eos_token_id")
         tokenizer, stops = load_with_stops(install.path, eos)
         return cls(
@@ -371,26 +376,6 @@ class Runner(display.Shown):
     def chunked_prefill_refusal(self) -> str | None:
         """Why prompts cannot be fed in chunks; None when they can."""
         return self._family.capabilities.chunked_prefill
-
-    @property
-    def steering_line(self) -> str | None:
-        """One line describing the steering in force; None when off."""
-        return None
-
-    @property
-    def steering_coefficients(self) -> list[list[float | None]] | None:
-        """Per layer and vector, how much of the direction the last row carried; None when off."""
-        return None
-
-    @property
-    def steering_supported(self) -> bool:
-        """Whether this family applies steering at all (not whether it is on)."""
-        return self.steering_unsupported_reason is None
-
-    @property
-    def steering_unsupported_reason(self) -> str | None:
-        """Why steering is refused at open, in the refusal's own words."""
-        return "steering is not supported by this build"
 
     @property
     def speculation(self) -> SpeculationStats | None:

@@ -41,11 +41,15 @@ def test_each_feature_has_a_column_and_each_family_a_row() -> None:
         assert all(f"`{name}`" in document for name in family.model_types)
 
 
+def test_a_family_that_says_nothing_is_not_steered() -> None:
+    assert Capabilities().steering is not None
+
+
 def test_a_cause_is_told_once_below_the_table() -> None:
     base = families()[0]
 
     def with_cause(name: str, **causes: str) -> Family:
-        return replace(base, name=name, capabilities=Capabilities(**causes))
+        return replace(base, name=name, capabilities=Capabilities(steering=None, **causes))
 
     document = markdown(
         [
@@ -53,8 +57,8 @@ def test_a_cause_is_told_once_below_the_table() -> None:
             with_cause("two", session_pool="tails stay"),
         ]
     )
-    assert cells(document, "one")[4:] == ["yes", "yes", "no (1)", "no (2)"]
-    assert cells(document, "two")[4:] == ["yes", "yes", "yes", "no (2)"]
+    assert cells(document, "one")[4:] == ["yes", "yes", "yes", "no (1)", "no (2)"]
+    assert cells(document, "two")[4:] == ["yes", "yes", "yes", "yes", "no (2)"]
     assert document.endswith("\n1. two streams\n2. tails stay\n")
 
 

@@ -58,19 +58,24 @@ class Piece:
 class Capabilities:
     """What a family can do; refusal texts and `supports_*` both read these fields.
 
-    A field is None where the feature works and holds the cause where it does not.
+    A field is None where the feature works and holds the cause where it does not. Steering works
+    only where a family says so: an edit at the wrong point of a layer would go unnoticed.
     """
 
     chunked_prefill: str | None = None
-    steering: str | None = None
+    steering: str | None = "where its stream is edited has not been settled"
     kv_quant: str | None = None
     prefix_reuse: str | None = None
     session_pool: str | None = None
     drafters: tuple[str, ...] = ()
 
 
-NOT_BUILT = ("steering", "drafters")
+NOT_BUILT = ("drafters",)
 """Capabilities that no build has yet: declared by families, refused at open, left out of tables."""
+
+
+AfterLayer = Callable[[int, mx.array], mx.array]
+"""Called with a layer's number and output [1, L, hidden]; what it returns goes on."""
 
 
 class Model(Protocol):
@@ -83,7 +88,7 @@ class Model(Protocol):
         self,
         ids: mx.array,
         states: LayerStates,
-        after_layer: Callable[[int, mx.array], mx.array] | None = None,
+        after_layer: AfterLayer | None = None,
     ) -> mx.array:
         """ids int32 [1, L] -> residual stream [1, L, hidden] before the final norm."""
 

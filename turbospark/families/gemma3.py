@@ -306,7 +306,7 @@ family = Family(
     cache_specs=lambda c: layer_specs(c.kinds, c.layer_types),
     pieces=pieces,
     build=Model,
-    capabilities=Capabilities(),
+    capabilities=Capabilities(steering=None),
     gguf_architectures=("gemma3",),
     gguf_config=gemma3_config,
     gguf_pieces=gguf_pieces,

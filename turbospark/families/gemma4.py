@@ -492,7 +492,7 @@ family = Family(
     expert_activation=lambda config: geglu_tanh,
     pieces=pieces,
     build=Model,
-    capabilities=Capabilities(),
+    capabilities=Capabilities(steering=None),
     gguf_architectures=("gemma4",),
     gguf_config=gemma4_config,
     gguf_pieces=gguf_pieces,

@@ -394,7 +394,7 @@ family = Family(
     expert_activation=expert_activation,
     pieces=pieces,
     build=Model,
-    capabilities=Capabilities(),
+    capabilities=Capabilities(steering=None),
     gguf_architectures=("gpt-oss",),
     gguf_config=gguf_config,
     gguf_pieces=gguf_pieces,

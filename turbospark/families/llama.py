@@ -493,7 +493,7 @@ family = Family(
     expert_activation=lambda config: swiglu,
     pieces=pieces,
     build=Model,
-    capabilities=Capabilities(),
+    capabilities=Capabilities(steering=None),
     gguf_architectures=tuple(_GGUF_TYPES),
     gguf_config=gguf_config,
     gguf_pieces=gguf_pieces,

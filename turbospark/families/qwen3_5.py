@@ -492,7 +492,7 @@ family = Family(
     expert_shapes=expert_shapes,
     pieces=pieces,
     build=Model,
-    capabilities=Capabilities(),
+    capabilities=Capabilities(steering=None),
     gguf_architectures=tuple(_GGUF_TYPES),
     gguf_config=gguf_config,
     gguf_pieces=gguf_pieces,

@@ -363,7 +363,7 @@ family = Family(
     cache_specs=cache_specs,
     pieces=pieces,
     build=Model,
-    capabilities=Capabilities(),
+    capabilities=Capabilities(steering=None),
     gguf_architectures=("spark2_5",),
     gguf_config=gguf_config,
     gguf_pieces=gguf_pieces,

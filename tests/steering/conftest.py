@@ -1,0 +1,1 @@
+"""Puts this folder's helpers on the import path, which pytest does where a conftest is."""

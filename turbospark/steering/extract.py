@@ -1,0 +1,101 @@
+"""Making directions: what tells two groups of prompts apart in a model's residual stream.
+
+Knows residuals at each prompt's last token, means and principal components. Does not know how a
+model runs: it is handed an open runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from turbospark.errors import OptionError
+from turbospark.policies import short
+from turbospark.steering.vectors import SteeringSet
+
+if TYPE_CHECKING:
+    from turbospark.runner import Runner
+
+METHODS = ("mean_difference", "pca")
+
+
+def extract(
+    runner: Runner,
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    method: str = "mean_difference",
+    *,
+    progress: bool = True,
+) -> SteeringSet:
+    """A direction per block from `negative` towards `positive`, for every block but the first.
+
+    Prompts are what `runner.encode` takes: texts, chat messages or token ids; the stream is read at
+    the last token of each. "mean_difference" subtracts the groups' means. "pca" pairs the prompts
+    and takes the first principal component of the pairs' differences about their midpoints, signed
+    and scaled so that it, too, leads from the one mean to the other. Block 0 is left out because
+    files cannot name it. Holds float32 [prompts, layers, hidden]; the live conversation is lost.
+
+    Raises OptionError, and UnsupportedError for a family that is not steered.
+    """
+    positive, negative = list(positive), list(negative)
+    _check(runner, positive, negative, method)
+    prompts = [*positive, *negative]
+    shown = tqdm(prompts, desc="residuals", unit="prompt", disable=not progress)
+    rows = np.stack([np.array(runner.residuals(prompt)) for prompt in shown])
+    ups, downs = rows[: len(positive)], rows[len(positive) :]
+    directions = {}
+    for block in range(1, rows.shape[1]):
+        shift = ups[:, block].mean(axis=0, dtype=np.float64) - downs[:, block].mean(
+            axis=0, dtype=np.float64
+        )
+        if method == "pca":
+            shift = _along_principal(ups[:, block] - downs[:, block], shift)
+        if not np.linalg.norm(shift) > 0:
+            raise OptionError(
+                f"extract: the two groups of prompts do not differ at block {block}; their last "
+                "tokens must follow different texts"
+            )
+        directions[block] = shift.astype(np.float32)
+    return SteeringSet.of(directions, declared_arch=runner.resolved.model_type)
+
+
+def _check(runner: Runner, positive: list[Any], negative: list[Any], method: str) -> None:
+    if method not in METHODS:
+        raise OptionError(f"method={short(method)} is not valid; works: {', '.join(METHODS)}")
+    if not positive or not negative:
+        raise OptionError(
+            f"extract: {len(positive)} positive and {len(negative)} negative prompts; "
+            "give at least one of each"
+        )
+    if method == "pca" and len(positive) != len(negative):
+        raise OptionError(
+            f"extract: method='pca' pairs the prompts, but there are {len(positive)} positive and "
+            f"{len(negative)} negative ones; give as many, or use method='mean_difference'"
+        )
+    if runner.steering_line is not None:
+        raise OptionError(
+            f"extract: this runner is steered ({runner.steering_line}), and its stream is not the "
+            "model's own; call set_steering(None) first"
+        )
+    if runner.arch.num_layers < 2:
+        raise OptionError("extract: this model has one layer, and files cannot name block 0")
+
+
+def _along_principal(differences: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    """`shift`'s part along the first principal component of the pairs. Shapes: [pairs, hidden].
+
+    A pair about its midpoint is +-difference / 2, of mean zero: the component is the differences'
+    first right singular vector. Projecting the shift fixes the sign, which is arbitrary, and the
+    length.
+    """
+    rows = differences.astype(np.float64)
+    values, vectors = np.linalg.eigh(rows @ rows.T)  # [pairs, pairs] is the smaller side
+    component = vectors[:, -1] @ rows
+    length = np.linalg.norm(component)
+    if not (values[-1] > 0 and length > 0):
+        return np.zeros_like(shift)
+    unit = component / length
+    return (shift @ unit) * unit
