@@ -11,7 +11,12 @@ from turbospark.kernels import (
     expert_matrix,
     expert_scalar,
     experts,
+    kv_codec,
+    kv_encode,
     likeliest,
+    packed_attention,
+    packed_decode,
+    packed_turn,
     qmv_matrix,
     qmv_scalar,
     rope_kv,
@@ -128,6 +133,59 @@ def rope_store() -> Launch:
     return rope_kv.launch_store(qkv, buffer, buffer, length, heads, turn, ring=True)
 
 
+def packed_parts(bits: tuple[int, int]) -> tuple[packed_attention.Packed, packed_attention.Near]:
+    rows = normal((2, 160, 64), mx.float16, 0)
+    parts = []
+    for width, pack in zip(bits, (kv_codec.pack_keys, kv_codec.pack_values), strict=True):
+        codes, scales = kv_codec.quantize_rows(rows, width)
+        parts += [mx.contiguous(pack(codes, width)), scales]
+    ring, first = rows[:, :128], rows[:, :4]
+    return packed_attention.Packed(*parts), packed_attention.Near(0, ring, ring, first, first)
+
+
+def packed_partial() -> Launch:
+    q, length = normal((8, 2, 64), mx.float32, 1), mx.array([150], dtype=mx.int32)
+    return packed_decode.launch_partial(
+        q, *packed_parts((4, 3)), length, packed_decode.Tuning(), soft_cap=30.0
+    )
+
+
+def packed_partial_of(dim: int) -> Launch:
+    rows = normal((1, 160, dim), mx.float16, 0)
+    codes, scales = kv_codec.quantize_rows(rows, 4)
+    keys, values = kv_codec.pack_keys(codes, 4), mx.contiguous(kv_codec.pack_values(codes, 4))
+    near = packed_attention.Near(0, rows[:, :128], rows[:, :128], rows[:, :4], rows[:, :4])
+    packed = packed_attention.Packed(keys, scales, values, scales)
+    q, length = normal((8, 1, dim), mx.float32, 1), mx.array([150], dtype=mx.int32)
+    return packed_decode.launch_partial(q, packed, near, length, packed_decode.tuned(dim, 1))
+
+
+def packed_partial_128() -> Launch:
+    return packed_partial_of(128)
+
+
+def packed_combine() -> Launch:
+    q, o = normal((8, 2, 128), mx.float32, 1), normal((16, 65, 128), mx.float32, 2)
+    ml, sinks = normal((16, 65, 2), mx.float32, 3), normal((8, 2), mx.float32, 4)
+    return packed_decode.launch_combine(q, o, ml, sinks, mx.bfloat16, packed_decode.Tuning())
+
+
+def packed_turned() -> Launch:
+    q, k = normal((1, 8, 2, 64), mx.bfloat16, 1), normal((1, 2, 2, 64), mx.bfloat16, 2)
+    table = mx.abs(normal((2, 64), mx.float32, 3)) + 0.5
+    _, near = packed_parts((4, 4))
+    length = mx.array([150], dtype=mx.int32)
+    return packed_turn.launch_turn(q, k, k, table, table, length, 0.1, near)
+
+
+def encoded_keys() -> Launch:
+    return kv_encode.launch_encode(normal((2, 64, 128), mx.float16, 0), 4, keys=True)
+
+
+def encoded_values() -> Launch:
+    return kv_encode.launch_encode(normal((2, 64, 64), mx.float16, 0), 3, keys=False)
+
+
 def router() -> Launch:
     return router_topk.launch(normal((2, 128), mx.float32, 0), 8, True, 1.0)
 
@@ -156,6 +214,12 @@ LAUNCHES = {
         attention_combine,
         rope,
         rope_store,
+        packed_partial,
+        packed_partial_128,
+        packed_combine,
+        packed_turned,
+        encoded_keys,
+        encoded_values,
         router,
         likeliest_shares,
         likeliest_best,

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import test_decode_attention as attention
 import test_expert_mlp as experts
+import test_kv_encode as encoding
+import test_packed_decode as packed
 import test_qmv as qmv
 import test_rope_kv as rope
 import test_router_topk as router
@@ -24,7 +26,10 @@ from turbospark.kernels import (
     decode_attention,
     expert_matrix,
     expert_scalar,
+    kv_codec,
+    kv_encode,
     likeliest,
+    packed_decode,
     qmv_matrix,
     qmv_scalar,
     rope_kv,
@@ -191,6 +196,75 @@ def best_share() -> Trial:
     return Trial(run, np.array([0]) + ids[20:].min() + 1, 1e-9, lambda out: out[0] + 1)
 
 
+def packed_sums() -> Trial:
+    return joined(packed.Case(2, 3, 64, 289, (4, 4), rows=2, tuning=packed_decode.Tuning(2, 3)))
+
+
+def packed_three_bits() -> Trial:
+    return joined(packed.Case(1, 2, 64, 231, (3, 3), tuning=packed_decode.Tuning(2, 3)))
+
+
+def joined(case: packed.Case) -> Trial:
+    """The partial sums over packed rows, merged and turned back in float64."""
+    length = mx.array([case.length], dtype=mx.int32)
+    run = packed_decode.launch_partial(
+        case.query(), case.packed(), case.near(), length, case.tuning
+    )
+
+    def merged(outputs: list[np.ndarray]) -> np.ndarray:
+        o, ml = outputs
+        weights = np.exp(ml[..., 0] - ml[..., 0].max(-1, keepdims=True))
+        values = np.where(weights[..., None] > 0, o, 0.0) * weights[..., None]
+        out = values.sum(1) / (weights * ml[..., 1]).sum(1)[:, None]
+        rows = mx.array(out.reshape(case.heads, case.rows, -1).swapaxes(0, 1).astype(np.float32))
+        return floats(kv_codec.turn_back(rows, kv_codec.VALUE_SEED)).reshape(1, case.rows, -1)
+
+    return Trial(run, packed.loop(case), 2e-3, merged)
+
+
+def packed_combined() -> Trial:
+    splits, dim = 40, 64
+    o, top = floats(normal((4, splits, dim), mx.float32, 1)), floats(normal((4, 40), mx.float32, 2))
+    total = np.abs(floats(normal((4, splits), mx.float32, 3))) + 0.5
+    top[:, 35:], total[:, 35:], o[:, 35:] = -1e30, 0.0, np.nan
+    sinks, ml = normal((4, 1), mx.float32, 4), np.stack([top, total], -1).astype(np.float32)
+    parts = [mx.array(o.astype(np.float32)), mx.array(ml)]
+    tuning = packed_decode.Tuning(2, splits - 1)
+    q = mx.zeros((4, 1, dim))
+    run = packed_decode.launch_combine(q, *parts, sinks, mx.float32, tuning)
+    weights = np.exp(top)
+    values = (weights[:, :35, None] * o[:, :35]).sum(1)
+    sums = (weights * total).sum(1) + np.exp(floats(sinks)[:, 0])
+    turned = values / sums[:, None] @ packed.hadamard(dim)
+    return Trial(run, (turned * floats(kv_codec.signs(dim, 1))).reshape(1, 1, -1), 1e-5)
+
+
+def turned() -> Trial:
+    case = packed.Rows(2, 2, 128, 3, 200, balanced=True)
+    return Trial(case.launch(), packed.turned(case)[0], 1e-5)
+
+
+def encode_keys() -> Trial:
+    return encoded("keys of three bits")
+
+
+def encode_values() -> Trial:
+    return encoded("values of four bits")
+
+
+def encoded(name: str) -> Trial:
+    """The share of words that differ from the plain version's."""
+    _, _, _, bits, keys = encoding.SHAPES[name]
+    rows = encoding.rows_of(name)
+    words, scales = (np.array(a) for a in kv_encode.encode_rows_reference(rows, bits, keys))
+
+    def wrong(outputs: list[np.ndarray]) -> np.ndarray:
+        far = np.abs(outputs[1] - scales) > 1e-3 * scales
+        return np.array([1 + (outputs[0] != words).mean() + far.mean()])
+
+    return Trial(kv_encode.launch_encode(rows, bits, keys), np.ones(1), 0.04, wrong)
+
+
 BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
     "scalar: no barrier before x is read": (
         scalar, "    ts_barrier();\n\n    TS_UNROLL", "    TS_UNROLL",
@@ -252,6 +326,52 @@ BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
     "rope: norm over the rotated part only": (rotate, "if (d < D) square", "if (false) square"),
     "rope: wrong pair": (rotate, "INTERLEAVED ? 2 * p + 1 : p + HALF]", "p + HALF]"),
     "rope: position of the next row": (rotate, "length[0] - M + m", "length[0] - M + m + 1"),
+    "packed: the first tokens read twice": (
+        packed_sums, "live[2 * r + e] = p >= 4 && p", "live[2 * r + e] = p",
+    ),
+    "packed: a block too many": (packed_sums, "p >= 4 && p < limit", "p >= 4 && p < limit + 32"),
+    "packed: key scale forgotten": (packed_sums, "d[r][1] *= ts_high<float16_t>(ks);", ""),
+    "packed: value scale of the neighbour": (
+        packed_sums, "by_value[2 * r + 1] = ts_high", "by_value[2 * r + 1] = ts_low",
+    ),
+    "packed: the split's scale forgotten": (packed_sums, "= value * unit;", "= value;"),
+    "packed: tokens in pairs of another order": (
+        packed_sums, "ts_codes<VB>(low, 2 * s + h, high", "ts_codes<VB>(low, 2 * h + s, high",
+    ),
+    "packed: no barrier before the merge": (
+        packed_sums, "  ts_barrier();\n  for (int i = tid", "  for (int i = tid",
+    ),
+    "packed: future rows": (packed_sums, "p >= limit && p <= position", "p >= limit"),
+    "packed: the ring's wrong slot": (
+        packed_sums, "(kv * ring + (oldest + x - 4) % ring) * (D / 2)", "(kv * ring + x) * (D / 2)",
+    ),
+    "packed: words of another key": (
+        packed_three_bits, "+ b * 32 + g) * K_ROW", "+ b * 32 + g / 2) * K_ROW",
+    ),
+    "packed: the high bit of a value's code": (
+        packed_three_bits, "vh[held] >> (4 * t)", "vh[held] >> t",
+    ),
+    "packed combine: a barrier too few": (
+        packed_combined, "    x_s[d] = x;\n    ts_barrier();", "    x_s[d] = x;",
+    ),
+    "packed combine: sink forgotten": (
+        packed_combined, "if (SINKS) total +=", "if (!SINKS) total +=",
+    ),
+    "packed combine: a stage too few": (packed_combined, "mask < D; mask", "mask < D / 2; mask"),
+    "turn: keys' signs for values": (
+        turned, "is_q || is_k ? key_signs[d] : value_signs[d]", "value_signs[d]",
+    ),
+    "turn: the wrong group's balance": (turned, "head / (H / KV) : own", "head % KV : own"),
+    "turn: a stage too few": (turned, "half_of < E; half_of", "half_of < E / 2; half_of"),
+    "encode: no barrier before words": (encode_keys, "  ts_barrier();\n\n  for", "  for"),
+    "encode: the last width wins": (encode_keys, "merit > best", "merit >= 0.0f"),
+    "encode: planes swapped": (encode_keys, "upper ? 2 : 0", "upper ? 0 : 1"),
+    "encode: tokens in another order": (
+        encode_values, "pair % 4 * 8 + pair / 4 * 2 + e", "pair / 4 * 8 + pair % 4 * 2 + e",
+    ),
+    "encode: scales not unbiased": (
+        encode_values, "norm * numbers[0] / ts_max(along", "norm / ts_max(numbers[0]",
+    ),
     "router: the higher index wins ties": (best, "left[i] > best", "left[i] >= best"),
     "router: the chosen one stays": (best, "left[i] = -3e30f", "left[i] = left[i]"),
     "likeliest: infinity passes": (shares, "<= 3.4028235e38f)) bad", ">= 0.0f)) bad"),

@@ -14,8 +14,9 @@ import mlx.core as mx
 
 from turbospark.cache.attend import Step
 from turbospark.cache.specs import CacheSpec, FullSpec, PackedSpec
-from turbospark.kernels import kv_codec
+from turbospark.kernels import kv_codec, packed_decode
 from turbospark.kernels.kv_codec import BLOCK, KEY_SEED, VALUE_SEED
+from turbospark.kernels.kv_encode import encode_rows, encode_rows_reference
 from turbospark.kernels.packed_attention import (
     SINKS,
     WINDOW,
@@ -24,6 +25,7 @@ from turbospark.kernels.packed_attention import (
     first_exact,
     packed_attention_reference,
 )
+from turbospark.kernels.packed_turn import turn_rows
 
 SLACK = 64
 """Exact rows kept beyond the window, for going back."""
@@ -92,11 +94,18 @@ def exact_rows(capacity: int) -> int:
 
 class PackedKV:
     """Packed rows of every position and exact ones of the newest; position p lies in row p of the
-    former and in row p % rows of the latter.
+    former and in row p % rows of the latter. Passes of at most `kernel_rows` rows run by kernels.
     """
 
-    def __init__(self, spec: PackedSpec, max_context: int, balance: Balance | None = None) -> None:
+    def __init__(
+        self,
+        spec: PackedSpec,
+        max_context: int,
+        balance: Balance | None = None,
+        kernel_rows: int | None = None,
+    ) -> None:
         self.spec, self.balance = spec, balance
+        self.kernel_rows = kernel_rows if packed_decode.takes(spec.dim) else None
         self.capacity = -(-max_context // BLOCK) * BLOCK
         self.rows = exact_rows(self.capacity)
         kv, dim = spec.kv_heads, spec.dim
@@ -166,6 +175,10 @@ class PackedKV:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Write rows k, v [1, KV, L, dim] of this step, then attend q [1, H, L, dim] causally."""
+        if self.by_kernels(step):
+            self.prepare(step)
+            turned = self.turn(q, k, v, _length(step), scale)
+            return _heads(self._attended(q, turned, step, scale, sinks), q)
         if self.balance is not None:
             mean, by = self.balance.mean[:, None], self.balance.scale[:, None]
             k = (k.astype(mx.float32) - mean) * by
@@ -183,6 +196,9 @@ class PackedKV:
         self, q: mx.array, step: Step, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
         """Attend q over what `attend` wrote in this pass and before."""
+        if self.by_kernels(step):
+            turned, _ = self._turned(q[0], scale, None)
+            return _heads(self._attended(q, turned, step, scale, sinks), q)
         packed = Packed(self.keys, self.key_scales, self.values, self.value_scales)
         near, rows = step.replays[self], q.shape[2]
         queries, logits = self._turned(q[0], scale, sinks)
@@ -196,6 +212,48 @@ class PackedKV:
             out.append(packed_attention_reference(queries[:, begin:end], start, packed, used, part))
         joined = out[0] if len(out) == 1 else mx.concatenate(out, axis=1)
         return kv_codec.turn_back(joined, VALUE_SEED).astype(q.dtype)[None]
+
+    # --- by kernels -------------------------------------------------------------------------------
+
+    def by_kernels(self, step: Step) -> bool:
+        """Whether the pass runs by kernels, which store its rows where MLX does not see it."""
+        return self.kernel_rows is not None and step.rows <= self.kernel_rows
+
+    def prepare(self, step: Step) -> None:
+        """Pack the blocks that this pass leaves behind: the ring holds them before it begins."""
+        start, stop = first_exact(step.start), first_exact(step.end)
+        if start < stop:
+            keys, values = (
+                mx.concatenate(self._ring_rows(ring, start, stop), axis=1)
+                for ring in (self.new_keys, self.new_values)
+            )
+            self._store(keys, values, start)
+
+    def turn(
+        self, q: mx.array, k: mx.array, v: mx.array, length: mx.array, scale: float
+    ) -> mx.array:
+        """Store rows k, v [1, KV, M, dim] exactly; the turned queries [H, M, dim] of q."""
+        mean, by = (None, None) if self.balance is None else (self.balance.mean, self.balance.scale)
+        return turn_rows(q, k, v, mean, by, length, scale, self._ring())
+
+    def attended(
+        self, turned: mx.array, length: mx.array, dtype: mx.Dtype, logits: mx.array | None = None
+    ) -> mx.array:
+        """Turned queries [H, M, dim] over all rows, `logits` [H, M] of sinks -> [1, M, H * dim]."""
+        packed = Packed(self.keys, self.key_scales, self.values, self.value_scales)
+        return packed_decode.packed_decode(turned, packed, self._ring(), length, logits, dtype)
+
+    def _ring(self) -> Near:
+        return Near(0, self.new_keys, self.new_values, self.first_keys, self.first_values)
+
+    def _attended(
+        self, q: mx.array, turned: mx.array, step: Step, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        step.attention_calls += 1
+        logits = None if sinks is None else self._turned(q[0], scale, sinks)[1]
+        return self.attended(turned, _length(step), q.dtype, logits)
+
+    # --- in plain MLX -----------------------------------------------------------------------------
 
     def _turned(
         self, q: mx.array, scale: float, sinks: mx.array | None
@@ -245,14 +303,17 @@ class PackedKV:
         count = stop - near.start
         if count <= 0:
             return
-        spec, part = self.spec, slice(near.start, stop)
-        codes, scales = kv_codec.quantize_rows(near.keys[:, :count], spec.key_bits)
-        self.keys[:, part] = kv_codec.pack_keys(codes, spec.key_bits)
-        self.key_scales[:, part] = scales
-        codes, scales = kv_codec.quantize_rows(near.values[:, :count], spec.value_bits)
-        blocks = slice(near.start // BLOCK, stop // BLOCK)
-        self.values[:, blocks] = kv_codec.pack_values(codes, spec.value_bits)
-        self.value_scales[:, part] = scales
+        self._store(near.keys[:, :count], near.values[:, :count], near.start)
+
+    def _store(self, keys: mx.array, values: mx.array, start: int) -> None:
+        """Pack exact rows [KV, n, dim] of whole blocks from position `start` on."""
+        encode = encode_rows_reference if self.kernel_rows is None else encode_rows
+        part = slice(start, start + keys.shape[1])
+        blocks = slice(start // BLOCK, part.stop // BLOCK)
+        words, scales = encode(keys, self.spec.key_bits, True)
+        self.keys[:, part], self.key_scales[:, part] = words, scales
+        words, scales = encode(values, self.spec.value_bits, False)
+        self.values[:, blocks], self.value_scales[:, part] = words, scales
 
     def _keep(self, near: Near, step: Step) -> None:
         """The newest rows of the pass into the ring."""
@@ -265,6 +326,20 @@ class PackedKV:
             self.new_keys[:, slot : slot + fit] = near.keys[:, part]
             self.new_values[:, slot : slot + fit] = near.values[:, part]
             at += fit
+
+
+def _length(step: Step) -> mx.array:
+    """int32 [1]: positions with those of the pass, made once for all layers."""
+    name = (step.end,)
+    if name not in step.masks:
+        step.masks[name] = mx.array([step.end], dtype=mx.int32)
+    return step.masks[name]
+
+
+def _heads(rows: mx.array, q: mx.array) -> mx.array:
+    """[1, M, H * dim] -> the shape of q [1, H, M, dim]."""
+    _, heads, count, _ = q.shape
+    return rows.reshape(1, count, heads, -1).swapaxes(1, 2)
 
 
 def _cut(near: Near, start: int, stop: int) -> Near:

@@ -66,7 +66,8 @@ class LayerStates:
         balance: Mapping[int, Balance] | None = None,
     ) -> None:
         self._balance = balance or {}
-        self._kernel_keys = choices(mx.default_device(), kernels).attention_keys
+        best = choices(mx.default_device(), kernels)
+        self._kernel_keys, self._packed_rows = best.attention_keys, best.packed_rows
         self.specs = tuple(specs)
         self.max_context = max_context
         self.position = 0
@@ -94,7 +95,8 @@ class LayerStates:
         if isinstance(spec, RingSpec):
             return RingKV(spec, ring_capacity(spec.window, self.max_context, override), dtype)
         if isinstance(spec, PackedSpec):
-            return PackedKV(spec, self.max_context, self._balance.get(len(self.layers)))
+            balance = self._balance.get(len(self.layers))
+            return PackedKV(spec, self.max_context, balance, self._packed_rows)
         if isinstance(spec, FullSpec):
             return LinearKV(spec, self.max_context, dtype, self._kernel_keys)
         if isinstance(spec, LatentSpec):
@@ -242,6 +244,6 @@ class LayerStates:
 
 
 def _windows(layers: Sequence[Any]) -> tuple[int | None, ...] | None:
-    if not all(isinstance(cache, LinearKV | RingKV) for cache in layers):
+    if not all(isinstance(cache, LinearKV | PackedKV | RingKV) for cache in layers):
         return None
     return tuple(c.window if isinstance(c, RingKV) else None for c in layers)

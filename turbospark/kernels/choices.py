@@ -19,7 +19,8 @@ class Choices:
     `unpack_rows`: rows of a product from which a packed matrix is unpacked once and multiplied
     dense. `padded_routes`: (token, rank) routes from which experts are unpacked and multiplied as
     one padded batch. `attention_keys`: keys from which one row attends by the split-K kernel over
-    the whole buffer. `fused_rows`: the most rows of a pass that runs through fused layers;
+    the whole buffer. `packed_rows`: the most rows of a pass that attend packed caches by kernels;
+    `fused_rows`: the most rows of a pass that runs through fused layers;
     `compiled`: one row runs through all of them as one traced graph. `prefill_chunk`: prompt tokens
     per pass for "auto".
     """
@@ -27,16 +28,19 @@ class Choices:
     unpack_rows: int | None
     padded_routes: int | None
     attention_keys: int | None
+    packed_rows: int | None
     fused_rows: int | None
     compiled: bool
     prefill_chunk: int
 
     def without_kernels(self) -> Choices:
         """The same with MLX's own operations alone."""
-        return replace(self, attention_keys=None, fused_rows=None, compiled=False)
+        return replace(self, attention_keys=None, packed_rows=None, fused_rows=None, compiled=False)
 
 
-PLAIN = Choices(None, None, None, fused_rows=None, compiled=False, prefill_chunk=512)
+PLAIN = Choices(
+    None, None, None, packed_rows=None, fused_rows=None, compiled=False, prefill_chunk=512
+)
 
 CHOICES = {
     # Packed matrices are expanded at open; the figures do not apply.
@@ -51,6 +55,7 @@ CHOICES = {
         unpack_rows=256,
         padded_routes=2048,
         attention_keys=16384,
+        packed_rows=8,
         fused_rows=1,
         compiled=True,
         prefill_chunk=4096,

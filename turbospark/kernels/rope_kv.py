@@ -269,6 +269,21 @@ def plan(
 # --- choice ---------------------------------------------------------------------------------------
 
 
+def rope(
+    qkv: mx.array, length: mx.array, heads: Heads, turn: Turn
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The rows of `rope_kv_reference`, not stored: q [1, H, M, D], k and v [1, KV, M, D]."""
+    where = backend(mx.default_device())
+    if where in BACKENDS:
+        q, k, v = launch_rotate(qkv, length, heads, turn).run(where)
+        return q, k, v
+    rows = qkv.shape[1]
+    empty = mx.zeros((1, heads.key, rows, heads.dim), dtype=qkv.dtype)
+    q, k, v = rope_kv_reference(qkv, empty, empty, length, heads, turn, ring=True)
+    at = (length - rows + mx.arange(rows)) % rows
+    return q, mx.take(k, at, axis=2), mx.take(v, at, axis=2)
+
+
 def rope_kv(
     qkv: mx.array,
     keys: mx.array,

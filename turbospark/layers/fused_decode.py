@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from turbospark.cache.packed import PackedKV
 from turbospark.cache.state import LayerStates
 from turbospark.experts.base import ExpertStore
 from turbospark.experts.resident import ResidentExperts
@@ -22,7 +23,7 @@ from turbospark.kernels.choices import Choices, backend
 from turbospark.kernels.decode_attention import HEAD_DIMS, Rules, decode_attention
 from turbospark.kernels.fused import Around, Parts
 from turbospark.kernels.qmv import plan, qmv
-from turbospark.kernels.rope_kv import Heads, Turn, rope_kv
+from turbospark.kernels.rope_kv import Heads, Turn, rope, rope_kv
 from turbospark.kernels.router_topk import router_topk
 from turbospark.layers.linear import AnyLinear, FusedLinear, QuantizedLinear
 from turbospark.layers.norm import RMSNorm
@@ -157,6 +158,14 @@ class FusedLayer:
         attended = decode_attention(q, keys, values, length, rules)
         return self.mlp(product(attended, self.o_proj, residual=x)), keys, values
 
+    def over_packed(self, x: mx.array, cache: PackedKV, length: mx.array) -> mx.array:
+        """The next residual stream over a packed cache, prepared for this pass."""
+        qkv = product(x, self.qkv, self.norm)
+        q, k, v = rope(qkv, length, self.heads, self.turn)
+        turned = cache.turn(q, k, v, length, self.scale)
+        attended = cache.attended(turned, length, x.dtype)
+        return self.mlp(product(attended, self.o_proj, residual=x))
+
 
 def fused_layer(
     norm: RMSNorm,
@@ -225,6 +234,8 @@ class FusedDecode:
         step, windows = states.step, states.windows
         if self.rows is None or step.rows > self.rows or windows is None or not self.count:
             return False
+        if any(isinstance(c, PackedKV) and not c.by_kernels(step) for c in states.layers):
+            return False
         if step.rows == 1:
             return True
         # A row must not overwrite what an earlier one still reads.
@@ -237,13 +248,17 @@ class FusedDecode:
         """[1, M, H] -> [1, M, H] behind the last layer."""
         step = states.step
         self._count(states)
-        if self.compiled and step.rows == 1 and after_layer is None:
+        packed = any(isinstance(cache, PackedKV) for cache in states.layers)
+        if self.compiled and step.rows == 1 and after_layer is None and not packed:
             return self._run_traced(x, states)
         for i, (fused, plain, cache) in enumerate(
             zip(self.fused, self.layers, states.layers, strict=True)
         ):
             if fused is None or states.windows is None:
                 x = plain(x, states)
+            elif isinstance(cache, PackedKV):
+                cache.prepare(step)
+                x = fused.over_packed(x, cache, states.length())
             else:
                 keys, values = cache.arrays()
                 x, *buffers = fused(x, keys, values, states.length(), states.windows[i])

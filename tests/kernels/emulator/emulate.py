@@ -148,10 +148,10 @@ def _run(library: ctypes.CDLL, arguments: ctypes.Array, plan: Plan, seed: int) -
 
 
 def to_bits(array: mx.array) -> np.ndarray:
-    """The array as numpy, 16-bit floats as uint16."""
+    """The array as numpy, row after row as MLX hands it to a kernel, 16-bit floats as uint16."""
     if array.dtype in (mx.bfloat16, mx.float16):
-        return np.array(array.view(mx.uint16))
-    return np.array(array)
+        array = array.view(mx.uint16)
+    return np.ascontiguousarray(np.array(array))
 
 
 def float64(bits: np.ndarray, dtype: mx.Dtype) -> np.ndarray:

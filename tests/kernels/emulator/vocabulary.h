@@ -96,6 +96,31 @@ template <class T> emu::Ptr<typename std::remove_const<T>::type> ts_writable(emu
 template <class T> struct emu_is_bfloat { enum { value = std::is_same<T, emu_bfloat>::value }; };
 #define ts_mma(T, d, a, b) \
   emu::simd_mma((d), (a), (b), bool(emu_is_bfloat<T>::value), __FILE__, __LINE__)
+inline void emu_mma_top(float* d, const uint* a, const uint* b, const char* file, int line) {
+  float all[4] = {d[0], d[1], 0.0f, 0.0f};
+  const uint rows[4] = {a[0], 0u, a[1], 0u};
+  emu::simd_mma(all, rows, b, false, file, line);
+  d[0] = all[0];
+  d[1] = all[1];
+}
+#define ts_mma_top(d, a, b) emu_mma_top((d), (a), (b), __FILE__, __LINE__)
+template <class F> uint emu_h2(uint a, uint b, uint c, F f) {
+  uint out = 0;
+  for (int s = 0; s < 32; s += 16) {
+    const double x = emu_half::decode(uint16_t(a >> s)), y = emu_half::decode(uint16_t(b >> s));
+    out |= uint(emu_half(float(f(x, y, double(emu_half::decode(uint16_t(c >> s)))))).bits) << s;
+  }
+  return out;
+}
+inline uint ts_h2_add(uint a, uint b) {
+  return emu_h2(a, b, 0, [](double x, double y, double) { return x + y; });
+}
+inline uint ts_h2_mul(uint a, uint b) {
+  return emu_h2(a, b, 0, [](double x, double y, double) { return x * y; });
+}
+inline uint ts_h2_fma(uint a, uint b, uint c) {
+  return emu_h2(a, b, c, [](double x, double y, double z) { return x * y + z; });
+}
 template <class T> uint ts_pair(float x, float y) { return T(x).bits | uint(T(y).bits) << 16; }
 template <class T> float emu_from_bits(uint bits) {
   T v;

@@ -162,6 +162,25 @@ template <> struct ts_mma_of<__half> {
 };
 #define ts_mma(T, d, a, b) ts_mma_of<T>::run(d, a, b)
 
+// The same for 8 rows of A: a = row g at k 2t, then at k 2t + 8; d = row g at columns 2t, 2t + 1.
+TS_FN void ts_mma_top_run(float* d, const uint* a, const uint* b) {
+  float unused0, unused1;
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%10,%11};"
+      : "+f"(d[0]), "+f"(d[1]), "=f"(unused0), "=f"(unused1)
+      : "r"(a[0]), "r"(0u), "r"(a[1]), "r"(0u), "r"(b[0]), "r"(b[1]), "f"(0.0f), "f"(0.0f));
+}
+#define ts_mma_top(d, a, b) ts_mma_top_run(d, a, b)
+
+// Two halves in a word, side by side.
+TS_FN uint ts_h2_bits(__half2 v) { return *reinterpret_cast<const uint*>(&v); }
+TS_FN __half2 ts_h2_of(uint w) { return *reinterpret_cast<const __half2*>(&w); }
+TS_FN uint ts_h2_add(uint a, uint b) { return ts_h2_bits(__hadd2(ts_h2_of(a), ts_h2_of(b))); }
+TS_FN uint ts_h2_mul(uint a, uint b) { return ts_h2_bits(__hmul2(ts_h2_of(a), ts_h2_of(b))); }
+TS_FN uint ts_h2_fma(uint a, uint b, uint c) {
+  return ts_h2_bits(__hfma2(ts_h2_of(a), ts_h2_of(b), ts_h2_of(c)));
+}
+
 // Two floats rounded to T, the first in the low half.
 template <typename T> TS_FN uint ts_pair(float x, float y);
 template <> TS_FN uint ts_pair<__nv_bfloat16>(float x, float y) {

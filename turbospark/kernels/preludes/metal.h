@@ -105,6 +105,23 @@ TS_FN void ts_mma_slowly(thread float* d, thread const uint* a, thread const uin
 }
 #define ts_mma(T, d, a, b) ts_mma_slowly<T>(d, a, b, lane)
 
+// The same for 8 rows of A: a = row g at k 2t, then at k 2t + 8; d = row g at columns 2t, 2t + 1.
+TS_FN void ts_mma_top_run(thread float* d, thread const uint* a, thread const uint* b, uint lane) {
+  float all[4] = {d[0], d[1], 0.0f, 0.0f};
+  const uint rows[4] = {a[0], 0u, a[1], 0u};
+  ts_mma_slowly<half>(all, rows, b, lane);
+  d[0] = all[0];
+  d[1] = all[1];
+}
+#define ts_mma_top(d, a, b) ts_mma_top_run(d, a, b, lane)
+
+// Two halves in a word, side by side.
+TS_FN uint ts_h2_add(uint a, uint b) { return as_type<uint>(as_type<half2>(a) + as_type<half2>(b)); }
+TS_FN uint ts_h2_mul(uint a, uint b) { return as_type<uint>(as_type<half2>(a) * as_type<half2>(b)); }
+TS_FN uint ts_h2_fma(uint a, uint b, uint c) {
+  return as_type<uint>(metal::fma(as_type<half2>(a), as_type<half2>(b), as_type<half2>(c)));
+}
+
 // Two floats rounded to T, the first in the low half.
 template <typename T> TS_FN uint ts_pair(float x, float y);
 template <> TS_FN uint ts_pair<bfloat16_t>(float x, float y) {
