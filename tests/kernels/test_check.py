@@ -8,7 +8,7 @@ import pytest
 from cases import error, floats
 
 from turbospark.dtypes import MXFP4, affine
-from turbospark.kernels import check, expert_matrix, qmv_matrix
+from turbospark.kernels import check, check_packed, expert_matrix, qmv_matrix
 from turbospark.kernels.decode_attention import Rules
 
 
@@ -24,6 +24,10 @@ CHECKS = {
     "attention": lambda: check._attention(2, 2, 64, 40, 64, Rules(0.125)),
     "ring": lambda: check._attention(1, 2, 64, 90, 64, Rules(0.1, 32, True), sinks=True),
     "rope": check._rope,
+    "packed": lambda: check_packed._packed(2, 2, 64, 150, (4, 3), 3),
+    "turned": check_packed._turned,
+    "encoded keys": lambda: check_packed._encoded(True),
+    "encoded values": lambda: check_packed._encoded(False),
 }
 
 

@@ -22,7 +22,14 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark.dtypes import MXFP4, Quant, affine
-from turbospark.kernels import expert_matrix, expert_scalar, qmv_matrix, qmv_scalar
+from turbospark.kernels import (
+    expert_matrix,
+    expert_scalar,
+    qmv_matrix,
+    qmv_scalar,
+)
+from turbospark.kernels.check_base import Check, floats, normal
+from turbospark.kernels.check_packed import packed_checks
 from turbospark.kernels.choices import backend
 from turbospark.kernels.decode_attention import (
     Rules,
@@ -41,19 +48,6 @@ from turbospark.kernels.router_topk import router_topk_reference
 
 ROUNDING = {mx.float32: 5e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 IN_FLIGHT = 20
-
-
-@dataclass(frozen=True)
-class Check:
-    """One kernel at one shape: run on a back end, as MLX's operations, and in float64."""
-
-    kernel: str
-    shape: str
-    dtype: mx.Dtype
-    run: Callable[[str], mx.array]
-    own: Callable[[], mx.array]
-    want: np.ndarray
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -89,17 +83,6 @@ HEADING = (
 
 
 # --- inputs ---------------------------------------------------------------------------------------
-
-
-def floats(array: mx.array) -> np.ndarray:
-    """Any float array in float64."""
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
-def normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
-    """Normal random numbers, the same on every device."""
-    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return mx.array(values).astype(dtype)
 
 
 Planes = tuple[mx.array, mx.array, mx.array | None]
@@ -366,6 +349,7 @@ CHECKS = {
     ("qmv_matrix", "qmv_scalar"): qmv_checks,
     ("decode_attention",): attention_checks,
     ("expert_matrix", "expert_scalar"): expert_checks,
+    ("packed_decode", "packed_turn", "kv_encode"): packed_checks,
     ("router_topk", "rope_kv", "likeliest"): small_checks,
 }
 """By the names of the kernels checked."""
