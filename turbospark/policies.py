@@ -108,7 +108,10 @@ class FrozenOptions(BaseModel):
         if options is None:
             return cls()
         if not isinstance(options, cls):
-            raise OptionError(f"options={short(options)} is not valid; works: {cls.__name__}(...)")
+            raise OptionError(
+                f"options={short(options)} is not valid; works: {cls.__name__}(...), or its "
+                "fields as keywords"
+            )
         return options
 
     @classmethod

@@ -85,6 +85,13 @@ def command_parser(name: str) -> Parser:
     return parser
 
 
+def _wide(prog: str) -> argparse.HelpFormatter:
+    """Help with a line per command; argparse forgets that commands are indented."""
+    formatter = argparse.HelpFormatter(prog)
+    formatter._action_max_length = max(map(len, COMMANDS)) + 4
+    return formatter
+
+
 def _overview() -> Parser:
     parser = Parser(
         prog="turbospark",
@@ -92,6 +99,7 @@ def _overview() -> Parser:
         epilog="`turbospark COMMAND --help` shows the arguments of a command. Exit codes: 0 done, "
         "1 refused or failed, 2 a wrong argument or option, 130 Ctrl-C, 141 a closed pipe.",
         allow_abbrev=False,
+        formatter_class=_wide,
     )
     parser.add_argument("--version", action="version", version=f"turbospark {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
