@@ -20,6 +20,10 @@ _EXPORTS = {
     "Token": "turbospark.generation",
     "Tail": "turbospark.generation",
     "Finished": "turbospark.generation",
+    "Content": "turbospark.text.turns",
+    "Reasoning": "turbospark.text.turns",
+    "ToolCall": "turbospark.text.turns",
+    "ReleasedToolSpan": "turbospark.text.turns",
     "ArchConfig": "turbospark.install.arch",
     "KvQuant": "turbospark.options",
     "ExpertResidency": "turbospark.options",
@@ -45,6 +49,7 @@ _EXPORTS = {
 
 __all__ = [
     "ArchConfig",
+    "Content",
     "DflashPolicy",
     "DraftPolicies",
     "ExpertResidency",
@@ -58,6 +63,8 @@ __all__ = [
     "OpenOptions",
     "PhaseCounters",
     "Prefill",
+    "Reasoning",
+    "ReleasedToolSpan",
     "Runner",
     "RuntimeToggles",
     "SpeculationStats",
@@ -67,6 +74,7 @@ __all__ = [
     "SteeringVector",
     "Tail",
     "Token",
+    "ToolCall",
     "TurbosparkError",
     "__version__",
     "calibrate",
@@ -102,6 +110,7 @@ if TYPE_CHECKING:
     from turbospark.speculation.stats import SpeculationStats
     from turbospark.steering import SteeringPolicy, SteeringSet, SteeringVector
     from turbospark.synthesis import synth
+    from turbospark.text.turns import Content, Reasoning, ReleasedToolSpan, ToolCall
 
 
 def __getattr__(name: str) -> Any:

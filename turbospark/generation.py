@@ -7,6 +7,7 @@ protocol below, which a runner implements and a test can script.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from turbospark.speculation.rounds import Rounds
 from turbospark.speculation.stats import SpeculationStats
 from turbospark.text.stops import StopMatcher
 from turbospark.text.tokenizer import Tokenizer
+from turbospark.text.turns import Piece, Splitter
 
 STOP_REASONS = (
     "end_of_turn",
@@ -218,6 +220,19 @@ def with_progress(events: Iterable[Event], answer: int | None = None) -> Iterato
         for open_bar in (prompt, made):
             if open_bar is not None:
                 open_bar.close()
+
+
+def pieces(events: Iterator[Event], split: Splitter) -> Iterator[Piece | Prefill | Finished]:
+    """Events of a generation with its text taken apart; closing it closes `events`."""
+    with closing(events):  # type: ignore[type-var]
+        for event in events:
+            if isinstance(event, Token):
+                yield from split.push(event.id)
+            elif isinstance(event, Finished):
+                yield from split.finish()
+                yield event
+            elif isinstance(event, Prefill):
+                yield event
 
 
 def admit(

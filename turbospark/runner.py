@@ -35,9 +35,11 @@ from turbospark.generation import (
     Event,
     Finished,
     GenerationResult,
+    Prefill,
     admit,
     collect,
     generate_events,
+    pieces,
     with_progress,
 )
 from turbospark.install.arch import ArchConfig
@@ -52,6 +54,7 @@ from turbospark.speculation.stats import SpeculationStats
 from turbospark.steered import Steered, placed
 from turbospark.steering import SteeringPolicy
 from turbospark.text.tokenizer import Tokenizer, load_with_stops
+from turbospark.text.turns import Piece, splitter
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -251,6 +254,32 @@ class Runner(display.Shown, Steered):
         admit(engine, tokens, chosen, self.tokenizer)
         check_draft_tokens(chosen, self._drafting)
         return self._events(tokens, chosen, cancel)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: GenerationOptions | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        reasoning: str = "off",
+        cancel: Callable[[], bool] | None = None,
+        **changes: Any,
+    ) -> Iterator[Piece | Prefill | Finished]:
+        """The answer to `messages` taken apart: Content, Reasoning, ToolCall, ReleasedToolSpan.
+
+        `tools` are JSON schemas as the OpenAI API takes them; `reasoning` is off, low, medium, high
+        or xhigh. Prefill comes before, Finished, with the text as the model wrote it, at the end.
+        Refusals are raised by this call.
+        """
+        if self.tokenizer is None:
+            raise self._no_tokenizer("a chat")
+        chosen = GenerationOptions.of(options).replace(**changes)
+        prompt = self.tokenizer.render(
+            messages, tools=tools, reasoning=reasoning, now=self.options.chat_date
+        )
+        ids = self.tokenizer.encode(prompt, add_special=False)
+        split = splitter(self.tokenizer, prompt, tools, chosen.stop)
+        return pieces(self.stream(ids, chosen, cancel=cancel), split)
 
     def _events(
         self,

@@ -123,6 +123,12 @@ class Tokenizer:
         found: str | None = self._backend.id_to_token(id_)
         return found
 
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """Id -> spelling of the tokens that decoding leaves out."""
+        added = self._backend.get_added_tokens_decoder()
+        return {id_: token.content for id_, token in added.items() if token.special}
+
     # --- chats ----------------------------------------------------------------------------------
 
     def render(
