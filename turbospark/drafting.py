@@ -102,6 +102,8 @@ def open_drafting(
     if resolved.drafter is None or resolved.acceptance is None:
         return None
     width, acceptance = resolved.draft_width, resolved.acceptance
+    if engine.watcher is not None:
+        return Drafting(engine.watcher, width, acceptance)
     if resolved.drafter == "prompt_lookup":
         return Drafting(PromptLookup(), width, acceptance)
     name = options.speculation.draft_model

@@ -31,7 +31,8 @@ from turbospark.experts.base import ExpertStore
 from turbospark.families.base import AfterLayer, Model
 from turbospark.kernels.likeliest import likeliest_reference
 from turbospark.options import LiveToggles
-from turbospark.speculation.watching import Watcher, collect
+from turbospark.speculation.opening import Watching
+from turbospark.speculation.watching import collect
 from turbospark.steering import Steering
 
 SMALL_SLICE = 4
@@ -79,7 +80,7 @@ class Engine:
         """Where the next passes leave every layer's output, for `residuals`."""
         self.kept = 0
         self.evicted = False
-        self.watcher: Watcher | None = None
+        self.watcher: Watching | None = None
         """The open drafter, where it reads every pass."""
         self.run_ahead = False
         """Guess the next token while the last one is sampled; for greedy decoding on a GPU."""

@@ -28,6 +28,7 @@ from turbospark.layers.weights import Weights
 from turbospark.options import LiveToggles, OpenOptions
 from turbospark.progress import DELAY, bar
 from turbospark.resolve import Resolved
+from turbospark.speculation.opening import open_watching
 
 # Toggles that every model's forward pass reads; its expert store adds to them.
 PASS_TOGGLES = ("batched_gemv_prefill", "prefill_steel", "prefill_rows_attention")
@@ -124,6 +125,15 @@ def _load(
                 tables,
             ),
         )
+        watcher = open_watching(
+            resolved.drafter,
+            family,
+            config,
+            weights,
+            model,
+            lambda: pool.live.states,
+            toggles,
+        )
     engine = Engine(
         model,
         store,
@@ -137,6 +147,7 @@ def _load(
         pick=likeliest if options.kernels == "auto" else likeliest_reference,
         score_values=SCORE_BYTES // (4 * install.arch.num_heads) if device == mx.cpu else None,
     )
+    engine.watcher = watcher
     return engine, weights.nbytes
 
 

@@ -40,6 +40,7 @@ from turbospark.sizing import (
     physical_memory,
 )
 from turbospark.speculation.choose import WITH_PROBABILITIES, Choice, Offer, choose
+from turbospark.speculation.opening import whole
 from turbospark.steering import SteeringPolicy
 
 
@@ -92,7 +93,9 @@ class Resolved(display.Shown):
         return "\n".join(f"{name:<20} {value}" for name, value in self.as_dict().items())
 
 
-def resolve(options: OpenOptions, install: Install, family: Family, model_type: str) -> Resolved:
+def resolve(
+    options: OpenOptions, install: Install, family: Family, model_type: str, config: Any
+) -> Resolved:
     """Choose and refuse; raises OptionError or UnsupportedError naming the option."""
     refuse_unsupported(options, family)
     device = resolve_device(options.device)
@@ -104,7 +107,8 @@ def resolve(options: OpenOptions, install: Install, family: Family, model_type: 
         if residency == "mapped":
             mapping = "zero-copy" if zero_copy(install.experts) else "copied per use"
     best = choices(mx.Device(getattr(mx, device)), options.kernels)
-    offer = Offer(family.name, family.capabilities.drafters, set(install.resident.names))
+    drafters, tensors = family.capabilities.drafters, set(install.resident.names)
+    offer = Offer(family.name, drafters, tensors, whole(family, config))
     choice = choose(options.speculation, offer)
     chunks = {"off": None, "auto": best.prefill_chunk}
     chunk = 1 if family.capabilities.chunked_prefill else options.prefill_chunk

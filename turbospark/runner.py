@@ -50,6 +50,7 @@ from turbospark.opening import load
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.policies import short
 from turbospark.resolve import Resolved, resolve, resolve_caches, resolve_context
+from turbospark.speculation.opening import drafter_specs
 from turbospark.speculation.stats import SpeculationStats
 from turbospark.steered import Steered, placed
 from turbospark.steering import SteeringPolicy
@@ -94,6 +95,7 @@ class Runner(display.Shown, Steered):
             "dtype": resolved.dtype,
             "kv_quant": resolved.kv_quant,
             "kv_balance": resolved.kv_balance,
+            "drafter": engine.watcher.name if engine.watcher is not None else "none",
         }
         self._steer(SteeringPolicy.of(options.steering))
         self._engine: Engine | None = engine
@@ -132,8 +134,9 @@ class Runner(display.Shown, Steered):
         family = family_for_wire(install.arch.family)
         values = install.config or family.config_from_arch(install.arch)
         config = family.read_config(ConfigReader(values, str(install.path / "manifest.json")))
-        resolved = resolve(options, install, family, values["model_type"])
+        resolved = resolve(options, install, family, values["model_type"], config)
         specs = resolve_caches(options, family, family.cache_specs(config))
+        specs += drafter_specs(resolved.drafter, family, config)
         trained = values.get("max_position_embeddings")
         resolved = resolve_context(resolved, options, install, specs, trained)
         steering = placed(options.steering, family, resolved, install.arch)

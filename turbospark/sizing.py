@@ -20,6 +20,7 @@ from turbospark.cache.specs import (
     PackedSpec,
     RecurrentSpec,
     RingSpec,
+    RowSpec,
 )
 from turbospark.errors import OptionError
 from turbospark.options import DEFAULT_MAX_CONTEXT, EXPERT_CACHE_SLOTS, LoadGuard
@@ -114,6 +115,8 @@ def kv_bytes(specs: Sequence[CacheSpec], context: int, itemsize: int, ring: int 
         elif isinstance(spec, RecurrentSpec):
             total += spec.value_heads * spec.value_dim * spec.key_dim * 4
             total += spec.conv_rows * spec.conv_channels * itemsize
+        elif isinstance(spec, RowSpec):
+            total += spec.width * itemsize
     return total
 
 

@@ -136,9 +136,10 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 # --- choosing -------------------------------------------------------------------------------------
 
-BOTH = Offer("qwen3_5", ("mtp", "dflash"), {"mtp.fc.weight", "dflash.fc.weight"})
-ONLY_MTP = Offer("qwen3_5", ("mtp", "dflash"), {"mtp.fc.weight"})
-NONE = Offer("qwen3_5", ("mtp", "dflash"), {"lm_head.weight"})
+WHOLE = {name: (f"{name}.fc.weight",) for name in ("mtp", "dflash")}
+BOTH = Offer("qwen3_5", ("mtp", "dflash"), {"mtp.fc.weight", "dflash.fc.weight"}, WHOLE)
+ONLY_MTP = Offer("qwen3_5", ("mtp", "dflash"), {"mtp.fc.weight"}, WHOLE)
+NONE = Offer("qwen3_5", ("mtp", "dflash"), {"lm_head.weight"}, WHOLE)
 LLAMA = Offer("llama", (), {"mtp.fc.weight"})
 
 

@@ -1,4 +1,5 @@
-"""State of a gated delta net layer: the fp32 matrix state and the last convolution inputs.
+"""State that a pass replaces: of a gated delta net the fp32 matrix state and the last convolution
+inputs, of a draft head the newest hidden row.
 
 A pass makes new arrays, so a snapshot is a pair of references and costs nothing. Going back inside
 a pass needs its tape. Does not know the arithmetic: the layer hands over what a pass left behind.
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from turbospark.cache.attend import Step
-from turbospark.cache.specs import RecurrentSpec
+from turbospark.cache.specs import RecurrentSpec, RowSpec
 from turbospark.errors import UnsupportedError
 
-Saved = tuple[mx.array, mx.array]
+Saved = tuple[mx.array, ...]
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,13 @@ class Tape:
 
 
 class RecurrentState:
-    """state float32 [1, value_heads, value_dim, key_dim]; conv [1, conv_rows, conv_channels]."""
+    """`saved`: state float32 [1, value_heads, value_dim, key_dim] and conv [1, conv_rows,
+    conv_channels]; of a `RowSpec` one row [1, 1, width].
+    """
 
-    def __init__(self, spec: RecurrentSpec, dtype: mx.Dtype) -> None:
+    saved: Saved
+
+    def __init__(self, spec: RecurrentSpec | RowSpec, dtype: mx.Dtype) -> None:
         self.spec = spec
         self.dtype = dtype
         self.reset()
@@ -38,17 +43,28 @@ class RecurrentState:
     def reset(self) -> None:
         """Back to the empty past."""
         spec = self.spec
-        self.state = mx.zeros((1, spec.value_heads, spec.value_dim, spec.key_dim), mx.float32)
-        self.conv = mx.zeros((1, spec.conv_rows, spec.conv_channels), self.dtype)
+        if isinstance(spec, RowSpec):
+            self.saved = (mx.zeros((1, 1, spec.width), self.dtype),)
+        else:
+            state = mx.zeros((1, spec.value_heads, spec.value_dim, spec.key_dim), mx.float32)
+            self.saved = (state, mx.zeros((1, spec.conv_rows, spec.conv_channels), self.dtype))
         self.tape: Tape | None = None
+
+    @property
+    def state(self) -> mx.array:
+        return self.saved[0]
+
+    @property
+    def conv(self) -> mx.array:
+        return self.saved[1]
 
     def arrays(self) -> list[mx.array]:
         """The current state arrays."""
-        return [self.state, self.conv]
+        return list(self.saved)
 
     def update(self, step: Step, saved: Saved, replay: Callable[[int], Saved]) -> None:
         """The pass `step` leads to the state `saved`; `replay` is kept when it is taped."""
-        self.state, self.conv = saved
+        self.saved = saved
         self.tape = Tape(step.start, step.rows, replay) if step.tape else None
 
     def rewind_refusal(self, furthest: int, to: int) -> str | None:
@@ -61,7 +77,7 @@ class RecurrentState:
 
     def refill(self, saved: list[mx.array]) -> None:
         """Put back what `written` gave."""
-        self.state, self.conv = saved
+        self.saved = tuple(saved)
         self.tape = None
 
     def keep_refusal(self, start: int, rows: int) -> str | None:
@@ -83,14 +99,14 @@ class RecurrentState:
         if self.tape is None or reason is not None:
             raise UnsupportedError(f"cannot keep {rows} rows of a pass: {reason}")
         if rows < self.tape.rows:
-            self.state, self.conv = self.tape.replay(rows)
+            self.saved = self.tape.replay(rows)
         self.tape = None
 
     def snapshot(self) -> Saved:
         """References to the present state."""
-        return self.state, self.conv
+        return self.saved
 
     def restore(self, snapshot: Saved) -> None:
         """Make an earlier state the present one."""
-        self.state, self.conv = snapshot
+        self.saved = snapshot
         self.tape = None

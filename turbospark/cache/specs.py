@@ -57,10 +57,17 @@ class RecurrentSpec:
 
 
 @dataclass(frozen=True)
+class RowSpec:
+    """The newest row of `width` elements that a pass left: where a draft head goes on."""
+
+    width: int
+
+
+@dataclass(frozen=True)
 class SharedSpec:
     """No memory of its own: reads the keys and values that layer `source` wrote in this pass."""
 
     source: int
 
 
-CacheSpec = FullSpec | PackedSpec | RingSpec | LatentSpec | RecurrentSpec | SharedSpec
+CacheSpec = FullSpec | PackedSpec | RingSpec | LatentSpec | RecurrentSpec | RowSpec | SharedSpec

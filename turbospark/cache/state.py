@@ -23,6 +23,7 @@ from turbospark.cache.specs import (
     PackedSpec,
     RecurrentSpec,
     RingSpec,
+    RowSpec,
     SharedSpec,
 )
 from turbospark.errors import UnsupportedError
@@ -140,7 +141,7 @@ class LayerStates:
 
     @property
     def recurrent(self) -> bool:
-        return any(isinstance(s, RecurrentSpec) for s in self.specs)
+        return any(isinstance(s, (RecurrentSpec, RowSpec)) for s in self.specs)
 
     @property
     def longest(self) -> int:

@@ -71,13 +71,18 @@ def _width(how: str | None) -> int | None:
 def _carried(model: str, width: int) -> str:
     """The drafter that an install carries, MTP before DFlash; refuses one that has neither."""
     from turbospark.families import family_for_wire
+    from turbospark.families.config import ConfigReader
     from turbospark.install.models import resolve
     from turbospark.install.opening import Install
     from turbospark.speculation.choose import Offer
+    from turbospark.speculation.opening import whole
 
     with Install.open(resolve(model)) as install:
         family = family_for_wire(install.arch.family)
-        offer = Offer(family.name, family.capabilities.drafters, set(install.resident.names))
+        values = install.config or family.config_from_arch(install.arch)
+        needed = whole(family, family.read_config(ConfigReader(values)))
+        tensors = set(install.resident.names)
+        offer = Offer(family.name, family.capabilities.drafters, tensors, needed)
     for name in ("mtp", "dflash"):
         if offer.blocker(name) is None:
             return name

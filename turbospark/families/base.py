@@ -5,7 +5,7 @@ Knows the vocabulary shared by all families. Does not know any one architecture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,7 +70,7 @@ class Capabilities:
     drafters: tuple[str, ...] = ()
 
 
-NOT_BUILT = ("drafters",)
+NOT_BUILT: tuple[str, ...] = ()
 """Capabilities that no build has yet: declared by families, refused at open, left out of tables."""
 
 
@@ -100,6 +100,24 @@ class Model(Protocol):
 
 
 Activation = Callable[[mx.array, mx.array], mx.array]
+Block = Callable[[mx.array, Any], mx.array]
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """What a family knows of its multi-token-prediction head; the rest is the same in all.
+
+    Each function takes the family's config.
+    """
+
+    tensors: Callable[[Any], Mapping[str, tuple[int, ...]]]
+    """Every tensor of a whole head and its shape; none where the family has no such head."""
+    memory: Callable[[Any], list[CacheSpec]]
+    """A cache for each block."""
+    blocks: Callable[[Any, Any, int], Sequence[Block]]
+    """(config, weights, index of the first block's cache) -> the blocks."""
+    norms: Callable[[Any], tuple[float, bool]]
+    """(eps, centred) of the head's norms."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,7 @@ class Family:
     expert_shapes: Callable[[Any], dict[int, ExpertShape]] = lambda config: {}
     expert_activation: Callable[[Any], Activation] = lambda config: swiglu
     capabilities: Capabilities = field(default_factory=Capabilities)
+    draft_head: DraftHead | None = None
     gguf_architectures: tuple[str, ...] = ()
     gguf_config: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], dict] | None = None
     gguf_pieces: Callable[[Any, str], tuple[Piece, ...] | None] | None = None

@@ -19,9 +19,16 @@ from turbospark.errors import SourceError, UnsupportedError
 from turbospark.experts.base import ExpertStore
 from turbospark.families import gguf_delta
 from turbospark.families.archs import PLAIN, read_scaling, yarn_from_arch, yarn_to_arch
-from turbospark.families.base import Capabilities, ExpertShape, Family, Piece
+from turbospark.families.base import Capabilities, DraftHead, ExpertShape, Family, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.names import expert_pieces, plain_name
+from turbospark.families.qwen3_5_shapes import (
+    attention_shapes,
+    delta_shapes,
+    mlp_shapes,
+    mtp_shapes,
+    norm_shapes,
+)
 from turbospark.install.arch import ArchConfig
 from turbospark.layers.gated_delta import DeltaShape, GatedDeltaNet, silu
 from turbospark.layers.mlp import GatedMLP, SharedExpertMLP
@@ -279,12 +286,18 @@ class Layer:
     """x += mixer(norm x); x += feed_forward(norm x)."""
 
     def __init__(
-        self, c: Config, w: Weights, layer: int, rope: Rope, experts: ExpertStore | None
+        self,
+        c: Config,
+        w: Weights,
+        name: str,
+        layer: int,
+        full: bool,
+        rope: Rope,
+        experts: ExpertStore | None = None,
     ) -> None:
-        name = f"model.layers.{layer}"
         self.input_layernorm = w.norm(f"{name}.input_layernorm.weight", c.rms_norm_eps, c.centred)
         self.mixer: Attention | GatedDeltaNet
-        if c.layer_types[layer] == FULL:
+        if full:
             self.mixer = Attention(c, w, f"{name}.self_attn", layer, rope)
         else:
             self.mixer = GatedDeltaNet(
@@ -304,6 +317,26 @@ class Layer:
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def _rope(c: Config) -> Rope:
+    return make_rope(c.rotary_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+
+def mtp_blocks(c: Config, w: Weights, first: int) -> list[Layer]:
+    """The draft head's block: full attention, whatever the model's own layers are."""
+    own = replace(c, norm_convention=c.mtp_norm_convention)
+    return [Layer(own, w, "mtp.layers.0", first, True, _rope(c))]
+
+
+def mtp_memory(c: Config) -> list[CacheSpec]:
+    """Keys and values of the draft head's block."""
+    return [FullSpec(c.num_key_value_heads, c.head_dim, c.head_dim)]
+
+
+def mtp_norms(c: Config) -> tuple[float, bool]:
+    """eps of the draft head's norms, and whether one is added to their weights."""
+    return c.rms_norm_eps, c.mtp_norm_convention == CENTRED
+
+
 def cache_specs(c: Config) -> list[CacheSpec]:
     """What each layer must remember."""
     full = FullSpec(c.num_key_value_heads, c.head_dim, c.head_dim)
@@ -317,9 +350,12 @@ class Model:
         self.vocab_size = c.vocab_size
         self.cache_specs = cache_specs(c)
         # The three position axes of mrope are one and the same for text.
-        rope = make_rope(c.rotary_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        rope = _rope(c)
         self.embed_tokens = w.embedding("model.embed_tokens")
-        self.layers = [Layer(c, w, i, rope, experts) for i in range(c.num_hidden_layers)]
+        self.layers = [
+            Layer(c, w, f"model.layers.{i}", i, kind == FULL, rope, experts)
+            for i, kind in enumerate(c.layer_types)
+        ]
         self.norm = w.norm("model.norm.weight", c.rms_norm_eps, c.centred)
         self.lm_head = self.embed_tokens.as_linear if c.tie_word_embeddings else w.linear("lm_head")
 
@@ -357,69 +393,16 @@ def weight_shapes(c: Config) -> Shapes:
         shapes["lm_head.weight"] = (c.vocab_size, hidden)
     for i, kind in enumerate(c.layer_types):
         name = f"model.layers.{i}"
-        shapes |= _norm_shapes(c, name)
-        shapes |= _attention_shapes(c, name) if kind == FULL else _delta_shapes(c, name)
+        shapes |= norm_shapes(c, name)
+        shapes |= attention_shapes(c, name) if kind == FULL else delta_shapes(c, name)
         if c.num_experts:
             shapes[f"{name}.mlp.gate.weight"] = (c.num_experts, hidden)
             shapes[f"{name}.mlp.shared_expert_gate.weight"] = (1, hidden)
             width = c.shared_expert_intermediate_size
-            shapes |= _mlp_shapes(c, f"{name}.mlp.shared_expert", width)
+            shapes |= mlp_shapes(c, f"{name}.mlp.shared_expert", width)
         else:
-            shapes |= _mlp_shapes(c, f"{name}.mlp", c.intermediate_size)
+            shapes |= mlp_shapes(c, f"{name}.mlp", c.intermediate_size)
     return shapes | {name: s for name, s in mtp_shapes(c).items() if name in c.mtp_tensors}
-
-
-def mtp_shapes(c: Config) -> Shapes:
-    """The multi-token prediction head, which a dense checkpoint may carry.
-
-    Of a mixture it is left out: its head has experts of its own, and no drafting is offered.
-    """
-    hidden = c.hidden_size
-    if c.num_experts or not c.mtp_num_hidden_layers:
-        return {}
-    shapes: Shapes = {"mtp.fc.weight": (hidden, 2 * hidden)}
-    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        shapes[f"mtp.{norm}.weight"] = (hidden,)
-    for i in range(c.mtp_num_hidden_layers):
-        name = f"mtp.layers.{i}"
-        shapes |= _norm_shapes(c, name) | _attention_shapes(c, name)
-        shapes |= _mlp_shapes(c, f"{name}.mlp", c.intermediate_size)
-    return shapes
-
-
-def _attention_shapes(c: Config, name: str) -> Shapes:
-    hidden, kv = c.hidden_size, c.num_key_value_heads * c.head_dim
-    q = c.num_attention_heads * c.head_dim
-    matrices = {"q": (2 * q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
-    shapes: Shapes = {f"{name}.self_attn.{p}_proj.weight": s for p, s in matrices.items()}
-    if c.attention_bias:
-        shapes |= {f"{name}.self_attn.{p}_proj.bias": s[:1] for p, s in matrices.items()}
-    return shapes | {f"{name}.self_attn.{p}_norm.weight": (c.head_dim,) for p in "qk"}
-
-
-def _delta_shapes(c: Config, name: str) -> Shapes:
-    d, hidden, mixer = c.delta, c.hidden_size, f"{name}.linear_attn"
-    return {
-        f"{mixer}.in_proj_qkv.weight": (d.channels, hidden),
-        f"{mixer}.in_proj_z.weight": (d.values, hidden),
-        f"{mixer}.in_proj_b.weight": (d.value_heads, hidden),
-        f"{mixer}.in_proj_a.weight": (d.value_heads, hidden),
-        f"{mixer}.conv1d.weight": (d.channels, *((1, d.taps) if c.centred else (d.taps, 1))),
-        f"{mixer}.A_log": (d.value_heads,),
-        f"{mixer}.dt_bias": (d.value_heads,),
-        f"{mixer}.norm.weight": (d.value_dim,),
-        f"{mixer}.out_proj.weight": (hidden, d.values),
-    }
-
-
-def _norm_shapes(c: Config, name: str) -> Shapes:
-    norms = ("input_layernorm", "post_attention_layernorm")
-    return {f"{name}.{norm}.weight": (c.hidden_size,) for norm in norms}
-
-
-def _mlp_shapes(c: Config, name: str, width: int) -> Shapes:
-    up = {f"{name}.{p}_proj.weight": (width, c.hidden_size) for p in ("gate", "up")}
-    return {**up, f"{name}.down_proj.weight": (c.hidden_size, width)}
 
 
 def expert_shapes(c: Config) -> dict[int, ExpertShape]:
@@ -492,7 +475,8 @@ family = Family(
     expert_shapes=expert_shapes,
     pieces=pieces,
     build=Model,
-    capabilities=Capabilities(steering=None),
+    capabilities=Capabilities(steering=None, drafters=("mtp",)),
+    draft_head=DraftHead(mtp_shapes, mtp_memory, mtp_blocks, mtp_norms),
     gguf_architectures=tuple(_GGUF_TYPES),
     gguf_config=gguf_config,
     gguf_pieces=gguf_pieces,

@@ -6,8 +6,8 @@ before "no drafter here", so that nobody is sent to fetch weights that cannot he
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from turbospark.errors import SpeculationUnavailableError
 from turbospark.policies import DraftPolicies
@@ -38,6 +38,8 @@ class Offer:
     family: str
     drafters: tuple[str, ...]
     tensors: Container[str]
+    whole: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Drafter -> every tensor that it needs."""
 
     def blocker(self, drafter: str) -> str | None:
         """Why `drafter` ("mtp" or "dflash") cannot run on this install; None when it can."""
@@ -46,8 +48,20 @@ class Offer:
                 f"family {self.family} has no {drafter} drafter; draft_model and prompt_lookup "
                 "work with every family"
             )
+        needed = self.whole.get(drafter, ())
+        if not needed:
+            return (
+                f"a {drafter} drafter of this kind of {self.family} model (routed experts, or not "
+                "one layer) is not supported; draft_model and prompt_lookup work with every model"
+            )
         if MARKS[drafter] not in self.tensors:
             return f"this install has no {MARKS[drafter]}; {_SUPPLIERS[drafter]}"
+        missing = [name for name in needed if name not in self.tensors]
+        if missing:
+            return (
+                f"this install has only {len(needed) - len(missing)} of the {len(needed)} tensors "
+                f"of its {drafter} drafter, {missing[0]} is missing; {_SUPPLIERS[drafter]}"
+            )
         return None
 
 

@@ -1,0 +1,63 @@
+"""Names and shapes of the tensors of a Qwen 3.5 block, and of its multi-token-prediction head.
+
+Knows the fields of the family's config. Does not know how anything is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def mtp_shapes(c: Any) -> Shapes:
+    """The multi-token prediction head, which a dense checkpoint may carry.
+
+    Of a mixture it is left out: its head has experts of its own, and no drafting is offered.
+    """
+    hidden = c.hidden_size
+    if c.num_experts or not c.mtp_num_hidden_layers:
+        return {}
+    shapes: Shapes = {"mtp.fc.weight": (hidden, 2 * hidden)}
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        shapes[f"mtp.{norm}.weight"] = (hidden,)
+    for i in range(c.mtp_num_hidden_layers):
+        name = f"mtp.layers.{i}"
+        shapes |= norm_shapes(c, name) | attention_shapes(c, name)
+        shapes |= mlp_shapes(c, f"{name}.mlp", c.intermediate_size)
+    return shapes
+
+
+def attention_shapes(c: Any, name: str) -> Shapes:
+    hidden, kv = c.hidden_size, c.num_key_value_heads * c.head_dim
+    q = c.num_attention_heads * c.head_dim
+    matrices = {"q": (2 * q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
+    shapes: Shapes = {f"{name}.self_attn.{p}_proj.weight": s for p, s in matrices.items()}
+    if c.attention_bias:
+        shapes |= {f"{name}.self_attn.{p}_proj.bias": s[:1] for p, s in matrices.items()}
+    return shapes | {f"{name}.self_attn.{p}_norm.weight": (c.head_dim,) for p in "qk"}
+
+
+def delta_shapes(c: Any, name: str) -> Shapes:
+    d, hidden, mixer = c.delta, c.hidden_size, f"{name}.linear_attn"
+    return {
+        f"{mixer}.in_proj_qkv.weight": (d.channels, hidden),
+        f"{mixer}.in_proj_z.weight": (d.values, hidden),
+        f"{mixer}.in_proj_b.weight": (d.value_heads, hidden),
+        f"{mixer}.in_proj_a.weight": (d.value_heads, hidden),
+        f"{mixer}.conv1d.weight": (d.channels, *((1, d.taps) if c.centred else (d.taps, 1))),
+        f"{mixer}.A_log": (d.value_heads,),
+        f"{mixer}.dt_bias": (d.value_heads,),
+        f"{mixer}.norm.weight": (d.value_dim,),
+        f"{mixer}.out_proj.weight": (hidden, d.values),
+    }
+
+
+def norm_shapes(c: Any, name: str) -> Shapes:
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return {f"{name}.{norm}.weight": (c.hidden_size,) for norm in norms}
+
+
+def mlp_shapes(c: Any, name: str, width: int) -> Shapes:
+    up = {f"{name}.{p}_proj.weight": (width, c.hidden_size) for p in ("gate", "up")}
+    return {**up, f"{name}.down_proj.weight": (c.hidden_size, width)}
