@@ -57,8 +57,8 @@ def test_a_cause_is_told_once_below_the_table() -> None:
             with_cause("two", session_pool="tails stay"),
         ]
     )
-    assert cells(document, "one")[4:] == ["yes", "yes", "yes", "no (1)", "no (2)"]
-    assert cells(document, "two")[4:] == ["yes", "yes", "yes", "yes", "no (2)"]
+    assert cells(document, "one")[4:] == ["yes", "yes", "yes", "no (1)", "no (2)", "none"]
+    assert cells(document, "two")[4:] == ["yes", "yes", "yes", "yes", "no (2)", "none"]
     assert document.endswith("\n1. two streams\n2. tails stay\n")
 
 
