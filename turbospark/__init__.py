@@ -114,6 +114,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "kv":  # a module of the public surface, as `turbospark.kv.report`
+        return load("turbospark.kv")
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'turbospark' has no attribute {name!r}")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from turbospark.cache.attend import Step
 from turbospark.cache.specs import CacheSpec, FullSpec, PackedSpec
@@ -162,6 +163,23 @@ class PackedKV:
 
     def restore(self, snapshot: None) -> None:
         """Nothing to put back."""
+
+    def distortion(self, position: int, furthest: int) -> tuple[int, float, float] | None:
+        """Rows held both exactly and packed, and the relative squared errors of their keys and
+        values; None when there are none.
+        """
+        stop = first_exact(position)
+        start = -(-max(0, furthest - self.rows + 1) // BLOCK) * BLOCK
+        if start >= stop:
+            return None
+        packed = Packed(self.keys, self.key_scales, self.values, self.value_scales)
+        errors: list[float] = []
+        rings = (self.new_keys, self.new_values)
+        for ring, coded in zip(rings, packed.tile(start, stop), strict=True):
+            exact = mx.concatenate(self._ring_rows(ring, start, stop), axis=1).astype(mx.float32)
+            error = mx.sum((exact - coded) ** 2) / mx.sum(exact**2)
+            errors.append(float(np.array(error)))
+        return stop - start, errors[0], errors[1]
 
     # --- a pass -----------------------------------------------------------------------------------
 

@@ -1,0 +1,85 @@
+"""The report on packed caches: bytes by hand, distortion against a numpy comparison."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conversation import open_cpu, tokens_of
+from oracle_folders import ORACLES, Oracle
+
+import turbospark.kernels.kv_codec
+import turbospark.kv
+from turbospark.errors import UnsupportedError
+
+NAME = "mlx-llama-llama3-4bit"  # two layers of two heads of 32
+
+
+def test_bytes_are_those_of_the_layout(installed: Callable[[str], Path]) -> None:
+    with open_cpu(installed(NAME), max_context=512, kv_quant=3.5) as runner:
+        report = turbospark.kv.report(runner)
+        assert (report.layers, report.layers_in_all, report.context) == ((0, 1), 2, 512)
+        # Per layer and head: 32 keys of 4 bits, 32 values of 3, two scales of 2 bytes.
+        assert report.bytes_per_token == 2 * 2 * (16 + 12 + 4)
+        assert report.half_bytes_per_token == 2 * 2 * 2 * 32 * 2
+        assert report.exact_bytes == 2 * 2 * (128 + 4) * 2 * 32 * 2
+        assert report.nbytes == runner.memory.kv
+        assert report.ratio == 512 * report.half_bytes_per_token / report.nbytes
+        assert report.distortion == () and "no row yet" in str(report)
+
+
+def test_distortion_is_that_of_the_rows_in_the_cache(installed: Callable[[str], Path]) -> None:
+    ids = tokens_of(Oracle(ORACLES / NAME), 300)
+    with open_cpu(installed(NAME), max_context=512, kv_quant=4) as runner:
+        runner.prefill(ids, chunk=64)
+        before = np.array(runner.step(1))
+        report = turbospark.kv.report(runner)
+        engine = runner._engine
+        assert engine is not None
+        cache = engine.states.layers[1]
+        # 301 positions: packed below 256, exact from 301 - 128 + 1 on, in whole blocks from 192.
+        p = np.arange(192, 256)
+        exact = np.array(cache.new_values.astype(mx.float32))[:, p % 128]
+        scales = np.array(cache.value_scales.astype(mx.float32))[:, p]
+        words = np.array(cache.values)[:, 6:8]
+        table = turbospark.kernels.kv_codec.levels(4)
+        coded = np.empty_like(exact)
+        for i, x in enumerate(p):
+            pair = x % 8 // 2 * 4 + x % 32 // 8
+            word = words[:, i // 32, pair // 4]
+            coded[:, i] = table[word >> (pair % 4 * 4 + 16 * (x % 2)) & 15] * scales[:, i, None]
+        want = ((exact - coded) ** 2).sum() / (exact**2).sum()
+        assert report.distortion[1].rows == 64
+        assert abs(report.distortion[1].values / want - 1) < 1e-5
+        assert 0.003 < want < 0.02
+        runner.reset()
+        runner.prefill(ids, chunk=64)
+        assert np.array_equal(np.array(runner.step(1)), before)  # reading changed nothing
+
+
+def test_a_report_shows_itself_as_text_and_html(installed: Callable[[str], Path]) -> None:
+    with open_cpu(installed(NAME), max_context=512, kv_quant=4) as runner:
+        runner.prefill(tokens_of(Oracle(ORACLES / NAME), 200))
+        report = turbospark.kv.report(runner)
+    for text in (str(report), report._repr_html_()):
+        assert "2 of 2: 0, 1" in text and "layer 1" in text and "keys 0.0" in text
+
+
+def test_the_module_is_there_without_an_import_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", "import turbospark; turbospark.kv.report"])
+    assert done.returncode == 0
+
+
+def test_without_packed_caches_there_is_nothing_to_report(
+    installed: Callable[[str], Path],
+) -> None:
+    with (
+        open_cpu(installed(NAME)) as runner,
+        pytest.raises(UnsupportedError, match="kv_quant=off: no cache is packed"),
+    ):
+        turbospark.kv.report(runner)
