@@ -19,6 +19,9 @@ from turbospark.kernels import (
     packed_turn,
     qmv_matrix,
     qmv_scalar,
+    qsa_attend,
+    qsa_score,
+    qsa_select,
     rope_kv,
     router_topk,
 )
@@ -199,6 +202,22 @@ def likeliest_best() -> Launch:
     return likeliest.launch_best(values, ids)
 
 
+def block_scores() -> Launch:
+    queries, keys = normal((2, 4, 128), mx.bfloat16, 0), normal((64, 128), mx.bfloat16, 1)
+    return qsa_score.launch(queries, keys, mx.array([200], dtype=mx.int32), 4)
+
+
+def block_choice() -> Launch:
+    scores, start = normal((2, 64), mx.float32, 0), mx.array([200], dtype=mx.int32)
+    return qsa_select.launch(scores, start, 8, 4)
+
+
+def block_attention() -> Launch:
+    q, keys = normal((2, 8, 256), mx.bfloat16, 0), normal((64, 2, 256), mx.bfloat16, 1)
+    ids, start = mx.zeros((2, 8), dtype=mx.int32), mx.array([60], dtype=mx.int32)
+    return qsa_attend.launch_partial(q, keys, keys, ids, start, 4, 0.1, 8)
+
+
 LAUNCHES = {
     make.__name__: make
     for make in (
@@ -221,6 +240,9 @@ LAUNCHES = {
         encoded_keys,
         encoded_values,
         router,
+        block_scores,
+        block_choice,
+        block_attention,
         likeliest_shares,
         likeliest_best,
     )

@@ -42,6 +42,7 @@ from turbospark.kernels.experts import Around as ExpertAround
 from turbospark.kernels.experts import Experts, Matrix, stacked
 from turbospark.kernels.fused import Around, qmv_reference
 from turbospark.kernels.likeliest import launch_best, launch_shares, likeliest_reference
+from turbospark.kernels.qsa import choose_and_attend
 from turbospark.kernels.rope_kv import Heads, Turn, launch_store, rope_kv_reference
 from turbospark.kernels.router_topk import launch as launch_router
 from turbospark.kernels.router_topk import router_topk_reference
@@ -278,6 +279,30 @@ def _experts(
     return Check(name, label, dtype, run, own, want, read)
 
 
+def sparse_checks() -> Iterator[Check]:
+    """Chosen blocks: their scores, what is attended of them, and the choice through both."""
+    q, queries = normal((1, 24, 256), mx.bfloat16, 0), normal((1, 4, 128), mx.bfloat16, 1)
+    length, capacity = 32767, 32768
+    keys, values = (normal((capacity, 2, 256), mx.bfloat16, seed) for seed in (2, 3))
+    blocks = normal((capacity // 4, 128), mx.bfloat16, 4)
+    liked = np.maximum(floats(blocks)[: length // 4] @ floats(queries)[0].T, 0).sum(-1)
+    chosen = np.sort(np.argsort(-liked, kind="stable")[:512])
+    tail = np.arange(length // 4 * 4, length)
+    spots = np.concatenate([(chosen[:, None] * 4 + np.arange(4)).ravel(), tail])
+    want = np.zeros((24, 256))
+    for head, row in enumerate(floats(q)[0]):
+        share = np.exp(floats(keys[:, head // 12])[spots] @ row / 16)
+        want[head] = share / share.sum() @ floats(values[:, head // 12])[spots]
+
+    def run(where: str) -> mx.array:
+        args = (q, keys, values, queries, blocks, length - 1, 4, 512, 1 / 16)
+        return choose_and_attend(*args, kernels=where != "cpu")[0]
+
+    label, read = "512 of 8191 blocks, 2x12 heads of 256", blocks.nbytes + 2 * 2051 * 1024
+    own = lambda: run("cpu")  # noqa: E731
+    yield Check("qsa", label, mx.bfloat16, run, own, want[None], read)
+
+
 def small_checks() -> Iterator[Check]:
     """Router top-k (its weights) and rope with stored rows (q, and the rows read back)."""
     for experts, k in ((128, 8), (512, 10)):
@@ -348,6 +373,7 @@ def _rope() -> Check:
 CHECKS = {
     ("qmv_matrix", "qmv_scalar"): qmv_checks,
     ("decode_attention",): attention_checks,
+    ("qsa",): sparse_checks,
     ("expert_matrix", "expert_scalar"): expert_checks,
     ("packed_decode", "packed_turn", "kv_encode"): packed_checks,
     ("router_topk", "rope_kv", "likeliest"): small_checks,

@@ -21,7 +21,8 @@ class Choices:
     one padded batch. `attention_keys`: keys from which one row attends by the split-K kernel over
     the whole buffer. `packed_rows`: the most rows of a pass that attend packed caches by kernels;
     `fused_rows`: the most rows of a pass that runs through fused layers;
-    `compiled`: one row runs through all of them as one traced graph. `prefill_chunk`: prompt tokens
+    `compiled`: one row runs through all of them as one traced graph. `block_sparse`: chosen blocks
+    are scored, selected and attended by kernels. `prefill_chunk`: prompt tokens
     per pass for "auto".
     """
 
@@ -31,15 +32,30 @@ class Choices:
     packed_rows: int | None
     fused_rows: int | None
     compiled: bool
+    block_sparse: bool
     prefill_chunk: int
 
     def without_kernels(self) -> Choices:
         """The same with MLX's own operations alone."""
-        return replace(self, attention_keys=None, packed_rows=None, fused_rows=None, compiled=False)
+        return replace(
+            self,
+            attention_keys=None,
+            packed_rows=None,
+            fused_rows=None,
+            compiled=False,
+            block_sparse=False,
+        )
 
 
 PLAIN = Choices(
-    None, None, None, packed_rows=None, fused_rows=None, compiled=False, prefill_chunk=512
+    unpack_rows=None,
+    padded_routes=None,
+    attention_keys=None,
+    packed_rows=None,
+    fused_rows=None,
+    compiled=False,
+    block_sparse=False,
+    prefill_chunk=512,
 )
 
 CHOICES = {
@@ -58,6 +74,7 @@ CHOICES = {
         packed_rows=8,
         fused_rows=1,
         compiled=True,
+        block_sparse=True,
         prefill_chunk=4096,
     ),
 }
