@@ -45,6 +45,12 @@ class PhaseCounters(display.Shown):
     """Attention products, over all layers: one per layer and pass, or per row of it."""
     fused_layers: int = 0
     """Layers that ran as a few fused launches, over all passes (`kernels`)."""
+    qsa_rows_dense: int = 0
+    """Query rows that block-sparse layers attended densely: few keys, or `qsa_force_dense`."""
+    qsa_rows_sparse: int = 0
+    """Query rows that attended to chosen blocks, over all layers."""
+    qsa_blocks_scored: int = 0
+    qsa_blocks_selected: int = 0
     passes_dropped: int = 0
     """Passes begun for a token that was not chosen, and undone."""
     total_ns: int = 0

@@ -344,6 +344,7 @@ class Engine:
             with self.clock.phase("final_wait"):
                 result = hidden if logits is None else logits
                 mx.eval([result, self.states.unevaluated(), self._coefficients()])
+            self.states.check()
             self._commit(ids)
         return logits
 
@@ -353,7 +354,12 @@ class Engine:
         """The graph of a pass over ids [1, L] at the present position."""
         watcher, taps = self.watcher, {} if self._probe is None else self._probe
         with mx.stream(self.device):
-            self.states.begin(ids.shape[1], self.toggles.prefill_rows_attention is not False, tape)
+            self.states.begin(
+                ids.shape[1],
+                self.toggles.prefill_rows_attention is not False,
+                tape,
+                bool(self.toggles.qsa_force_dense),
+            )
             hidden = self.model(ids, self.states, self._after_layer(taps))
             if watcher is not None:
                 watcher.watch(ids, hidden, taps, self.states)
@@ -388,6 +394,8 @@ class Engine:
         self.clock.count("passes")
         self.clock.count("attention_calls", self.states.step.attention_calls)
         self.clock.count("fused_layers", self.states.step.fused_layers)
+        for name, amount in self.states.step.counts.items():
+            self.clock.count(name, amount)
 
     def _check_usable(self, rows: int) -> None:
         if self.pool.live.record.tainted:

@@ -62,6 +62,10 @@ class NonFiniteLogitsError(TurbosparkError):
     """The model produced NaN or infinite logits."""
 
 
+class NonFiniteScoresError(TurbosparkError):
+    """An indexer's block scores have a NaN, so that no block is the best."""
+
+
 class RunnerBusyError(TurbosparkError):
     """A second generation was started where it cannot be serialised."""
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from turbospark.cache.packed import Balance
 from turbospark.cache.pool import SessionPool
-from turbospark.cache.specs import CacheSpec, PackedSpec
+from turbospark.cache.specs import CacheSpec, PackedSpec, SparseSpec
 from turbospark.cache.state import LayerStates
 from turbospark.counters import PhaseClock
 from turbospark.engine import Engine
@@ -22,6 +22,7 @@ from turbospark.install import balance
 from turbospark.install.opening import Install
 from turbospark.install.planes import MX_DTYPES, Planes
 from turbospark.install.resident import ResidentIndex
+from turbospark.install.row_table import RowTable
 from turbospark.kernels.choices import choices
 from turbospark.kernels.likeliest import likeliest, likeliest_reference
 from turbospark.layers.weights import Weights
@@ -95,6 +96,7 @@ def _load(
             dtype,
             expand=resolved.weights == "expanded",
             kernels=best,
+            tables=_row_tables(install, family.table_shapes(config), resolved),
         )
         store = None
         if install.experts is not None:
@@ -113,6 +115,8 @@ def _load(
         model = family.build(config, weights, store)
         if store is not None:
             toggles.add_effective(store.effective)
+        if any(isinstance(spec, SparseSpec) for spec in specs):
+            toggles.add_effective({"qsa_force_dense"})
         tables = _balance(install, specs)
         pool = SessionPool(
             resolved.session_slots,
@@ -148,7 +152,19 @@ def _load(
         score_values=SCORE_BYTES // (4 * install.arch.num_heads) if device == mx.cpu else None,
     )
     engine.watcher = watcher
-    return engine, weights.nbytes
+    held_rows = sum(t.nbytes for t in weights.tables.values() if t.words is not None)
+    return engine, weights.nbytes + held_rows
+
+
+def _row_tables(
+    install: Install, shapes: dict[int, tuple[str, tuple[int, int]]], resolved: Resolved
+) -> dict[str, RowTable]:
+    """The family's tables by canonical name, mapped or read into memory."""
+    tables = {name: install.row_table(layer, name, s) for layer, (name, s) in shapes.items()}
+    if resolved.ngram_table == "resident":
+        for table in tables.values():
+            table.load()
+    return tables
 
 
 def _balance(install: Install, specs: list[CacheSpec]) -> dict[int, Balance]:

@@ -143,6 +143,9 @@ class OpenOptions(FrozenOptions):
         "'streamed', 'mapped', 'resident' or 'auto'",
         "where routed experts live",
     )
+    ngram_table: Literal["mapped", "resident"] = option(
+        "mapped", "'mapped' or 'resident'", "where tables of hashed n-grams live (qwen4_exp)"
+    )
     expert_cache_policy: Literal["lfu", "lru"] = option(
         "lfu", "'lfu' or 'lru'", "which expert a full cache gives up"
     )

@@ -29,6 +29,7 @@ from turbospark.install.opening import Install
 from turbospark.install.packed import PackedLayer, PackedLayout, RecordTensor
 from turbospark.install.planes import MX_DTYPES
 from turbospark.install.record import PROJECTIONS, RecordLayout
+from turbospark.install.row_table import FOLDER as TABLES
 from turbospark.kernels.choices import choices
 from turbospark.options import ExpertResidency, OpenOptions
 from turbospark.sizing import (
@@ -65,6 +66,8 @@ class Resolved(display.Shown):
     expert_mapping: str | None
     """How mapped experts are used, "zero-copy" or "copied per use"; None when not mapped."""
     expert_cache_slots: int
+    ngram_table: str | None
+    """Where tables of hashed n-grams live; None for a model without them."""
     kv_quant: str
     kv_quantized_layers: tuple[int, ...]
     kv_balance: str
@@ -126,6 +129,7 @@ def resolve(
         expert_residency=residency,
         expert_mapping=mapping,
         expert_cache_slots=slots,
+        ngram_table=options.ngram_table if _tables(install) else None,
         kv_quant=str(options.kv_quant),
         kv_quantized_layers=(),
         kv_balance="none",
@@ -247,12 +251,20 @@ def _check_ring(capacity: int | None, context: int, specs: Sequence[CacheSpec]) 
         )
 
 
+def _tables(install: Install) -> list[int]:
+    """Bytes of the files of the install's tables."""
+    files = install.manifest.files.items()
+    return [entry.size for name, entry in files if name.startswith(f"{TABLES}/")]
+
+
 def _weight_bytes(resolved: Resolved, install: Install) -> int:
     """Bytes of the resident tensors as they will be computed with."""
+    tables = sum(_tables(install)) if resolved.ngram_table == "resident" else 0
     if resolved.weights == "packed":
-        return install.resident_bytes
+        return tables + install.resident_bytes
     itemsize = MX_DTYPES[resolved.dtype].size
-    return sum(prod(install.resident.entry(n).shape) * itemsize for n in install.resident.names)
+    names = install.resident.names
+    return tables + sum(prod(install.resident.entry(n).shape) * itemsize for n in names)
 
 
 def _expert_bytes(resolved: Resolved, install: Install) -> int:

@@ -308,7 +308,9 @@ class Runner(display.Shown, Steered):
                 engine.end_run()
 
     def _runs_ahead(self, options: GenerationOptions) -> bool:
-        """Whether a guessed next pass pays: greedy on a GPU, and no files read on a guess."""
+        """Whether a guessed next pass pays: greedy on a GPU, and nothing read on a guess."""
+        if self._family.reads_ids:
+            return False
         resident = self.arch.num_experts == 0 or self.resolved.expert_residency == "resident"
         return self.resolved.device == "gpu" and options.temperature == 0 and resident
 

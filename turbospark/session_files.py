@@ -18,7 +18,6 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark.cache.pool import MAX_SNAPSHOTS, Session
-from turbospark.cache.recurrent import RecurrentState
 from turbospark.cache.state import LayerStates, Snapshot
 from turbospark.errors import ModelFormatError, SessionBrokenError, SessionFileError
 from turbospark.install.files import parse_json, printable, read_exactly, regular_size, sync_path
@@ -223,7 +222,7 @@ def _is_count(text: str) -> bool:
 def _expected(states: LayerStates, position: int, furthest: int, marks: list[int]) -> Arrays:
     """Arrays of the names, shapes and dtypes that the file must have; their content is moot."""
     arrays = _named("layers", [c.written(position, furthest) for c in states.owned()])
-    kept = [c.arrays() if isinstance(c, RecurrentState) else [] for c in states.owned()]
+    kept = [list(c.snapshot() or ()) for c in states.owned()]
     for index in range(len(marks)):
         arrays |= _named(f"snapshots.{index}", kept)
     return arrays | {"tokens": mx.zeros((position,), dtype=mx.int32)}

@@ -17,10 +17,12 @@ from turbospark.cache.specs import (
     CacheSpec,
     FullSpec,
     LatentSpec,
+    NgramSpec,
     PackedSpec,
     RecurrentSpec,
     RingSpec,
     RowSpec,
+    SparseSpec,
 )
 from turbospark.errors import OptionError
 from turbospark.options import DEFAULT_MAX_CONTEXT, EXPERT_CACHE_SLOTS, LoadGuard
@@ -112,12 +114,25 @@ def kv_bytes(specs: Sequence[CacheSpec], context: int, itemsize: int, ring: int 
             total += rows * spec.kv_heads * (spec.key_dim + spec.value_dim) * itemsize
         elif isinstance(spec, LatentSpec):
             total += context * (spec.latent_dim + spec.rope_dim) * itemsize
-        elif isinstance(spec, RecurrentSpec):
-            total += spec.value_heads * spec.value_dim * spec.key_dim * 4
-            total += spec.conv_rows * spec.conv_channels * itemsize
-        elif isinstance(spec, RowSpec):
-            total += spec.width * itemsize
+        elif isinstance(spec, SparseSpec):
+            total += 2 * context * spec.kv_heads * spec.head_dim * itemsize
+            total += max(1, context // spec.ratio) * spec.index_dim * itemsize
+        total += carried_bytes(spec, itemsize)
     return total
+
+
+def carried_bytes(spec: CacheSpec, itemsize: int) -> int:
+    """Bytes of what a snapshot keeps of one layer's memory."""
+    if isinstance(spec, RecurrentSpec):
+        state = spec.value_heads * spec.value_dim * spec.key_dim * 4
+        return state + spec.conv_rows * spec.conv_channels * itemsize
+    if isinstance(spec, RowSpec):
+        return spec.width * itemsize
+    if isinstance(spec, NgramSpec):
+        return spec.conv_rows * spec.conv_channels * itemsize + spec.tokens * 4
+    if isinstance(spec, SparseSpec):
+        return max(1, spec.ratio - 1) * spec.index_dim * itemsize
+    return 0
 
 
 @dataclass(frozen=True)
@@ -140,8 +155,7 @@ class Load:
 
     def kv(self, context: int) -> int:
         """Bytes of all sessions' caches at `context`."""
-        states = [s for s in self.specs if isinstance(s, RecurrentSpec)]
-        kept = self.snapshots * kv_bytes(states, context, self.itemsize, self.ring)
+        kept = self.snapshots * sum(carried_bytes(s, self.itemsize) for s in self.specs)
         return self.sessions * (kv_bytes(self.specs, context, self.itemsize, self.ring) + kept)
 
     def available(self, reserve: int) -> int:

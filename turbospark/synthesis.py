@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark.conversion.opening import Checkpoint
-from turbospark.conversion.plan import Plan, Provider, expert_name, role_shape, roles
+from turbospark.conversion.plan import Plan, Provider, Table, expert_name, role_shape, roles
 from turbospark.conversion.quantize import ROUTER, Overrides, QuantRequest, choose_formats
 from turbospark.conversion.run import Origin, write_install
 from turbospark.conversion.source import SourceTensor
@@ -88,6 +88,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_text": _QWEN_DELTA,
     "qwen3_5_moe_text": _QWEN_DELTA | _EXPERTS | {"shared_expert_intermediate_size": 128},
+    "qwen4_exp_text": _QWEN_DELTA | _EXPERTS | {
+        "shared_expert_intermediate_size": 64, "output_gate_type": "sigmoid", "hc_count": 4,
+        "hc_lowrank": 64, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32,
+        "indexer_budget": 64, "indexer_compress_ratio": 4, "ple_layer_ids": [2],
+        "ple_embed_dim": 256, "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 4,
+        "ngram_vocab_size_base": 500, "make_ngram_vocab_size_divisible_by": 16,
+        "split_ngram_parts": 4, "seed": 1234, "eos_token_id": 2,
+    },
     "deepseek_v2": _DENSE | {
         "first_k_dense_replace": 1, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16, "v_head_dim": 32, "moe_intermediate_size": 64,
@@ -196,7 +204,8 @@ def synth(
     config = synth_config(model_type, sizes, settings)
     family = family_for_model_type(model_type)
     family_config = family.read_config(ConfigReader(config, f"synthetic {model_type}"))
-    plan = _plan(family, family_config, Raw(dtype))
+    raw = Raw(dtype)
+    plan = _add_tables(_plan(family, family_config, raw), family, family_config, raw)
     formats = choose_formats(plan, request)
     source = RandomSource(model_type, config, seed, _formatted(plan, formats), router_skew)
     checkpoint = Checkpoint(source, family, family.pieces, family_config, source.plan)
@@ -221,6 +230,14 @@ def _plan(family: Family, config: Any, raw: Raw) -> Plan:
     return plan
 
 
+def _add_tables(plan: Plan, family: Family, config: Any, raw: Raw) -> Plan:
+    """The plan with every table as one run of rows."""
+    for layer, (name, shape) in family.table_shapes(config).items():
+        tensor = SourceTensor(name, shape, raw, str(raw), raw.plane_bytes(shape)[0])
+        plan.tables[layer] = Table(name, shape, (Provider(tensor, raw, shape),))
+    return plan
+
+
 def _formatted(plan: Plan, formats: Mapping[str, Format]) -> Plan:
     """The same plan with sources that hold the chosen formats already."""
 
@@ -233,7 +250,11 @@ def _formatted(plan: Plan, formats: Mapping[str, Format]) -> Plan:
         layer: {role: [stored(p) for p in providers] for role, providers in by_role.items()}
         for layer, by_role in plan.experts.items()
     }
-    return Plan({name: stored(p) for name, p in plan.resident.items()}, routed)
+    tables = {
+        layer: replace(table, parts=tuple(stored(p) for p in table.parts))
+        for layer, table in plan.tables.items()
+    }
+    return Plan({name: stored(p) for name, p in plan.resident.items()}, routed, tables)
 
 
 # --- the source -----------------------------------------------------------------------------------
@@ -266,7 +287,8 @@ class RandomSource:
     def tensors(self) -> dict[str, SourceTensor]:
         """Every tensor by its canonical name; experts as stacks."""
         stacks = [p[0] for by_role in self.plan.experts.values() for p in by_role.values()]
-        providers = [*self.plan.resident.values(), *stacks]
+        tables = [part for table in self.plan.tables.values() for part in table.parts]
+        providers = [*self.plan.resident.values(), *stacks, *tables]
         return {p.source.name: p.source for p in providers}
 
     def read(self, name: str, expert: int | None = None, rows: slice | None = None) -> Planes:
@@ -287,7 +309,7 @@ class RandomSource:
 
     def _find(self, name: str, expert: int | None) -> SourceTensor:
         if expert is None:
-            return self.plan.resident[name].source
+            return self.tensors[name]
         layer, role = name.split(".")[2], name.split(".")[-2].removesuffix("_proj")
         role += "_bias" if name.endswith(".bias") else ""
         return self.plan.experts[int(layer)][role][expert].source

@@ -27,6 +27,7 @@ OPENING = {
     "load_guard": "strict",
     "expert_residency": "mapped",
     "expert_cache_slots": 9,
+    "ngram_table": "resident",
     "expert_cache_policy": "lru",
     "expert_lookahead": True,
     "expert_disk_io": True,

@@ -68,6 +68,8 @@ LAWS: tuple[tuple[str, str, float, float], ...] = (
     (r"lm_head\.weight$", "matrix", 1.0, 0),
     (r"embed_tokens_per_layer", "normal", 0.0, 0.25),
     (r"(embed_tokens|embedding)\.weight$", "normal", 0.0, 0.05),
+    (r"ngram_embedding\.", "normal", 0.0, 1.0),
+    (r"(block_inject|input_mix)_weight", "matrix", 4.0, 0),
     (r"(q_proj|k_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj)", "matrix", 1.4, 0),
     (r"(router|mlp\.gate|block_sparse_moe\.gate)\b", "matrix", 2.0, 0),
     (r"(gate_up_proj|gate_proj|up_proj|w1|w3)", "matrix", 1.3, 0),
@@ -97,10 +99,12 @@ def draw(name: str, initial: torch.Tensor, case: Case) -> np.ndarray:
 def norm_mean(name: str, initial: torch.Tensor, case: Case) -> float:
     """Around 1, except where the family's own scales ask for more or less."""
     mean, family = 1.0, case.config["model_type"]
-    if FINAL_NORM.search(name):
+    if FINAL_NORM.search(name) or "hyper_connection_mixer.hc_norm" in name:
         tied = case.text["tie_word_embeddings"]
         head = 0.05 * math.sqrt(case.text["hidden_size"]) if tied else 1.0
         mean = SPREAD / head / case.text.get("output_multiplier", 1.0)
+        if "hc_norm" in name:
+            mean *= 2 * math.sqrt(case.text["hc_count"])  # a mean of streams, each halved
     elif family.startswith("gemma4") and re.search(r"[qk]_norm", name):
         mean = 0.6  # there is no 1/sqrt(d): these norms carry the scale
     elif family.startswith("gemma") and "post_" in name:
@@ -157,6 +161,8 @@ def checkpoint(case: Case, initial: Tensors) -> Tensors:
     for name, value in sorted(initial.items()):
         if case.mxfp4_experts and re.search(r"experts\.(gate_up|down)_proj$", name):
             out |= mxfp4(name, tuple(value.shape))
+        elif not value.is_floating_point():
+            out[name] = value  # numbers that the model derives from its configuration
         else:
             out[name] = rounded(draw(name, value, case), store_of(name, case))
     return out
@@ -186,6 +192,15 @@ def dump(path: Path, value: Any) -> None:
 
 
 # --- references: answers(ids [B, T]) -> float32 logits [B, T, vocab] ------------------------------
+
+
+def lower_first(values: torch.Tensor, k: int, dim: int = -1, **_: Any) -> Any:
+    """torch.topk, which leaves open which of equal values it takes; here those of lower index.
+
+    Scores of key blocks are often equal: whatever no index head likes scores 0.
+    """
+    found = values.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk([part.narrow(dim, 0, k) for part in found])
 
 
 class Transformers:
@@ -453,6 +468,7 @@ def main() -> None:
         return
     mx.set_default_device(mx.cpu)
     torch.set_num_threads(1)
+    torch.topk = torch.Tensor.topk = lower_first
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for case in chosen:

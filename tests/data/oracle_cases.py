@@ -42,6 +42,7 @@ from oracle_configs import (
     qwen3,
     qwen3_5,
     qwen3_moe,
+    qwen4_exp,
     spark2_5,
 )
 
@@ -156,6 +157,17 @@ def plain_cases() -> Iterator[Case]:
                 yield replace(case, stores=FLOAT_STATE)
             else:
                 yield replace(case, reader="image-text", extra=prediction_head, fuse_experts=moe)
+    yield from qwen4_cases()
+
+
+def qwen4_cases() -> Iterator[Case]:
+    """Chosen blocks and n-grams: both layouts, shards, the other config dialect, MLX's names."""
+    base = Case("qwen4_exp-base", qwen4_exp("base"), tokens=44, reader="image-text",
+                extra=prediction_head, stores=FLOAT_STATE)  # fmt: skip
+    yield base
+    yield Case("qwen4_exp-text", qwen4_exp("text"), tokens=44)
+    yield replace(base, name="qwen4_exp-shards-v5", shards=2, dialect="v5")
+    yield replace(base, name="qwen4_exp-mlx", rename=tower_on_top)
 
 
 V5 = (

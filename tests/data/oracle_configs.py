@@ -336,6 +336,48 @@ def qwen3_5_text(moe: bool, variant: str, **over: Any) -> dict[str, Any]:
     return text | over
 
 
+def qwen4_exp_text(variant: str, **over: Any) -> dict[str, Any]:
+    rope = dict(mrope_interleaved=True, mrope_section=[2, 1, 1], partial_rotary_factor=0.5,
+                rope_theta=700.0, rope_type="default")  # fmt: skip
+    text = dict(
+        model_type="qwen4_exp_text", vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_act="silu",
+        max_position_embeddings=4096, rms_norm_eps=3e-5, attention_bias=False,
+        layer_types=kinds("lflf"), linear_conv_kernel_dim=4, linear_key_head_dim=32,
+        linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=6,
+        num_experts=5, num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=16,
+        shared_expert_intermediate_size=32, hc_count=3, hc_lowrank=12, output_gate_type="sigmoid",
+        ple_layer_ids=[3], ple_embed_dim=48, ple_conv_kernel_size=3, ngram_size=3,
+        heads_per_ngram=3, ngram_vocab_size_base=50, make_ngram_vocab_size_divisible_by=16,
+        split_ngram_parts=4, seed=77, indexer_n_heads=3, indexer_kv_heads=1, indexer_head_dim=32,
+        indexer_budget=16, indexer_compress_ratio=4, rope_parameters=rope,
+        tie_word_embeddings=False, eos_token_id=7, dtype="bfloat16",
+    )  # fmt: skip
+    if variant == "text":  # the other choice of everything
+        del text["output_gate_type"]
+        text |= dict(ple_layer_ids=[3, 1], ngram_size=4, heads_per_ngram=2, indexer_budget=15,
+                     indexer_compress_ratio=3, tie_word_embeddings=True, attention_bias=True,
+                     norm_topk_prob=False, eos_token_id=[7, 2])  # fmt: skip
+    return text | over
+
+
+def qwen4_exp(variant: str, **over: Any) -> dict[str, Any]:
+    text = qwen4_exp_text(variant, **over)
+    if variant == "text":
+        return text | dict(architectures=["Qwen4ExpForCausalLM"])
+    vision = dict(
+        model_type="qwen4_exp_vision", depth=1, hidden_size=16, intermediate_size=16, num_heads=2,
+        in_channels=3, patch_size=2, spatial_merge_size=1, temporal_patch_size=1,
+        out_hidden_size=HIDDEN, num_position_embeddings=16,
+    )  # fmt: skip
+    return dict(
+        architectures=["Qwen4ExpForConditionalGeneration"], model_type="qwen4_exp",
+        text_config=text, vision_config=vision, image_token_id=200, video_token_id=201,
+        vision_start_token_id=202, vision_end_token_id=203, tie_word_embeddings=False,
+        dtype="bfloat16",
+    )  # fmt: skip
+
+
 def qwen3_5(variant: str, moe: bool = False, **over: Any) -> dict[str, Any]:
     text, stem = qwen3_5_text(moe, variant, **over), "Qwen3_5Moe" if moe else "Qwen3_5"
     if variant == "text":

@@ -115,7 +115,8 @@ def test_a_recurrent_session_goes_back_to_a_snapshot_not_between():
     pool.live.keep_snapshot()
     marked = pool.live.states.layers[1].state
     feed(pool.live, [4, 5])
-    pool.live.states.layers[1].state = marked + 1.0
+    memory = pool.live.states.layers[1]
+    memory.saved = (marked + 1.0, memory.conv)
     assert pool.try_reuse([1, 2, 9, 9]) == 0
     assert pool.try_reuse([1, 2, 3, 4, 9, 9]) == 3
     assert pool.live.states.position == 3

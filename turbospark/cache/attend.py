@@ -18,19 +18,28 @@ class Step:
 
     With `rows_attention` all query rows attend in one call; without it one call per row.
     With `tape` recurrent layers keep what they need to be cut back to some of the rows.
-    `masks` memoises what layers of one kind share within the pass; `replays` keeps what a cache
-    overwrote in it and a later layer still reads. `attention_calls` counts calls over all layers,
-    `fused_layers` the layers that ran as fused launches.
+    With `force_dense` block-sparse layers attend to everything. `masks` memoises what layers of one
+    kind share within the pass; `replays` keeps what a cache overwrote in it and a later layer still
+    reads. `attention_calls` counts calls over all layers, `fused_layers` the layers that ran as
+    fused launches, `counts` what block-sparse layers did, by the names of `PhaseCounters`. `fault`
+    int32 [rows] is above 0 where a block's score is not a number: the layer's number plus one.
     """
 
     start: int
     rows: int
     rows_attention: bool = True
     tape: bool = False
+    force_dense: bool = False
     masks: dict[tuple[int, ...], mx.array] = field(default_factory=dict)
     replays: dict[Any, Any] = field(default_factory=dict)
     attention_calls: int = 0
     fused_layers: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    fault: mx.array | None = None
+
+    def count(self, name: str, amount: int) -> None:
+        """Add to one of `counts`."""
+        self.counts[name] = self.counts.get(name, 0) + amount
 
     @property
     def end(self) -> int:

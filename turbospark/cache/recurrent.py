@@ -1,7 +1,7 @@
-"""State that a pass replaces: of a gated delta net the fp32 matrix state and the last convolution
-inputs, of a draft head the newest hidden row.
+"""State that a pass replaces as a whole: gated delta nets, n-grams, the open part of a block, the
+newest row of a draft head.
 
-A pass makes new arrays, so a snapshot is a pair of references and costs nothing. Going back inside
+A pass makes new arrays, so a snapshot is a tuple of references and costs nothing. Going back inside
 a pass needs its tape. Does not know the arithmetic: the layer hands over what a pass left behind.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from turbospark.cache.attend import Step
-from turbospark.cache.specs import RecurrentSpec, RowSpec
+from turbospark.cache.specs import NgramSpec, RecurrentSpec, RowSpec
 from turbospark.errors import UnsupportedError
 
 Saved = tuple[mx.array, ...]
@@ -28,35 +28,17 @@ class Tape:
     replay: Callable[[int], Saved]
 
 
-class RecurrentState:
-    """`saved`: state float32 [1, value_heads, value_dim, key_dim] and conv [1, conv_rows,
-    conv_channels]; of a `RowSpec` one row [1, 1, width].
-    """
+class CarriedState:
+    """Arrays `saved` that every pass replaces; `initial` makes those of the empty past."""
 
-    saved: Saved
-
-    def __init__(self, spec: RecurrentSpec | RowSpec, dtype: mx.Dtype) -> None:
-        self.spec = spec
-        self.dtype = dtype
+    def __init__(self, initial: Callable[[], Saved]) -> None:
+        self.initial = initial
         self.reset()
 
     def reset(self) -> None:
         """Back to the empty past."""
-        spec = self.spec
-        if isinstance(spec, RowSpec):
-            self.saved = (mx.zeros((1, 1, spec.width), self.dtype),)
-        else:
-            state = mx.zeros((1, spec.value_heads, spec.value_dim, spec.key_dim), mx.float32)
-            self.saved = (state, mx.zeros((1, spec.conv_rows, spec.conv_channels), self.dtype))
+        self.saved = self.initial()
         self.tape: Tape | None = None
-
-    @property
-    def state(self) -> mx.array:
-        return self.saved[0]
-
-    @property
-    def conv(self) -> mx.array:
-        return self.saved[1]
 
     def arrays(self) -> list[mx.array]:
         """The current state arrays."""
@@ -68,7 +50,7 @@ class RecurrentState:
         self.tape = Tape(step.start, step.rows, replay) if step.tape else None
 
     def rewind_refusal(self, furthest: int, to: int) -> str | None:
-        """A recurrent state cannot be unrolled."""
+        """Such a state cannot be unrolled."""
         return "a recurrent layer cannot go back without a snapshot"
 
     def written(self, position: int, furthest: int) -> list[mx.array]:
@@ -110,3 +92,53 @@ class RecurrentState:
         """Make an earlier state the present one."""
         self.saved = snapshot
         self.tape = None
+
+
+class RecurrentState(CarriedState):
+    """state float32 [1, value_heads, value_dim, key_dim]; conv [1, conv_rows, conv_channels]."""
+
+    def __init__(self, spec: RecurrentSpec, dtype: mx.Dtype) -> None:
+        self.spec = spec
+        shape = (1, spec.value_heads, spec.value_dim, spec.key_dim)
+        super().__init__(
+            lambda: (
+                mx.zeros(shape, mx.float32),
+                mx.zeros((1, spec.conv_rows, spec.conv_channels), dtype),
+            )
+        )
+
+    @property
+    def state(self) -> mx.array:
+        return self.saved[0]
+
+    @property
+    def conv(self) -> mx.array:
+        return self.saved[1]
+
+
+class RowState(CarriedState):
+    """One row [1, 1, width]."""
+
+    def __init__(self, spec: RowSpec, dtype: mx.Dtype) -> None:
+        super().__init__(lambda: (mx.zeros((1, 1, spec.width), dtype),))
+
+
+class NgramState(CarriedState):
+    """conv [1, conv_rows, conv_channels]; register int32 [1, tokens], the newest token first."""
+
+    def __init__(self, spec: NgramSpec, dtype: mx.Dtype) -> None:
+        self.spec = spec
+        super().__init__(
+            lambda: (
+                mx.zeros((1, spec.conv_rows, spec.conv_channels), dtype),
+                mx.full((1, spec.tokens), spec.fill, mx.int32),
+            )
+        )
+
+    @property
+    def conv(self) -> mx.array:
+        return self.saved[0]
+
+    @property
+    def register(self) -> mx.array:
+        return self.saved[1]

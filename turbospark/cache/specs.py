@@ -70,4 +70,38 @@ class SharedSpec:
     source: int
 
 
-CacheSpec = FullSpec | PackedSpec | RingSpec | LatentSpec | RecurrentSpec | RowSpec | SharedSpec
+@dataclass(frozen=True)
+class SparseSpec:
+    """Block-sparse attention: keys and values of every position, an index key per block of them.
+
+    A block is `ratio` positions; a query reads the `chosen` best blocks and the open one.
+    """
+
+    kv_heads: int
+    head_dim: int
+    index_dim: int
+    ratio: int
+    chosen: int
+
+    @property
+    def dense_keys(self) -> int:
+        """The most visible positions at which every one of them is attended."""
+        return (self.chosen + 1) * self.ratio - 1
+
+
+@dataclass(frozen=True)
+class NgramSpec:
+    """Hashed n-grams: the last inputs of a convolution, and the newest `tokens` ids.
+
+    `fill` stands for tokens before the first.
+    """
+
+    conv_rows: int
+    conv_channels: int
+    tokens: int
+    fill: int
+
+
+CarriedSpec = RecurrentSpec | RowSpec | SparseSpec | NgramSpec
+"""Memory of which a part can only be put back from a snapshot."""
+CacheSpec = FullSpec | PackedSpec | RingSpec | LatentSpec | SharedSpec | CarriedSpec

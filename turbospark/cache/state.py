@@ -10,26 +10,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from turbospark.cache.attend import Step
 from turbospark.cache.kv import RING_SLACK, LinearKV, RingKV
 from turbospark.cache.latent import LatentKV
 from turbospark.cache.packed import Balance, PackedKV
-from turbospark.cache.recurrent import RecurrentState
+from turbospark.cache.recurrent import CarriedState, NgramState, RecurrentState, RowState
+from turbospark.cache.sparse import SparseKV
 from turbospark.cache.specs import (
     CacheSpec,
+    CarriedSpec,
     FullSpec,
     LatentSpec,
+    NgramSpec,
     PackedSpec,
-    RecurrentSpec,
     RingSpec,
     RowSpec,
     SharedSpec,
+    SparseSpec,
 )
-from turbospark.errors import UnsupportedError
+from turbospark.errors import NonFiniteScoresError, UnsupportedError
 from turbospark.kernels.choices import choices
 
-Cache = LinearKV | PackedKV | RingKV | LatentKV | RecurrentState
+Cache = LinearKV | PackedKV | RingKV | LatentKV | CarriedState
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class LayerStates:
         self._balance = balance or {}
         best = choices(mx.default_device(), kernels)
         self._kernel_keys, self._packed_rows = best.attention_keys, best.packed_rows
+        self._block_sparse = best.block_sparse
         self.specs = tuple(specs)
         self.max_context = max_context
         self.position = 0
@@ -102,6 +107,12 @@ class LayerStates:
             return LinearKV(spec, self.max_context, dtype, self._kernel_keys)
         if isinstance(spec, LatentSpec):
             return LatentKV(spec, self.max_context, dtype)
+        if isinstance(spec, SparseSpec):
+            return SparseKV(spec, self.max_context, dtype, self._block_sparse)
+        if isinstance(spec, NgramSpec):
+            return NgramState(spec, dtype)
+        if isinstance(spec, RowSpec):
+            return RowState(spec, dtype)
         return RecurrentState(spec, dtype)
 
     def owned(self) -> list[Cache]:
@@ -116,7 +127,8 @@ class LayerStates:
 
     def unevaluated(self) -> list[mx.array]:
         """Everything that a pass leaves behind, to be evaluated by the thread that built it."""
-        return self.arrays() + ([] if self._length is None else [self._length[1]])
+        beside = [None if self._length is None else self._length[1], self.step.fault]
+        return self.arrays() + [a for a in beside if a is not None]
 
     def length(self) -> mx.array:
         """int32 [1]: positions with those of the pass begun; on the device where a kernel left it,
@@ -141,21 +153,30 @@ class LayerStates:
 
     @property
     def recurrent(self) -> bool:
-        return any(isinstance(s, (RecurrentSpec, RowSpec)) for s in self.specs)
+        return any(isinstance(s, CarriedSpec) for s in self.specs)
 
     @property
     def longest(self) -> int:
-        """The most rows that any attention layer can read."""
-        rows = [
-            cache.capacity if isinstance(cache, RingKV) else self.max_context
-            for cache in self.owned()
-            if not isinstance(cache, RecurrentState)
-        ]
+        """The most rows that any attention layer reads at once."""
+        rows = [self._rows_read(cache) for cache in self.owned()]
         return max(rows, default=0)
 
-    def begin(self, rows: int, rows_attention: bool = True, tape: bool = False) -> Step:
+    def _rows_read(self, cache: Cache) -> int:
+        if isinstance(cache, RingKV):
+            return cache.capacity
+        if isinstance(cache, SparseKV):
+            return min(cache.spec.dense_keys, self.max_context)
+        return 0 if isinstance(cache, CarriedState) else self.max_context
+
+    def begin(
+        self,
+        rows: int,
+        rows_attention: bool = True,
+        tape: bool = False,
+        force_dense: bool = False,
+    ) -> Step:
         """Open a pass over the next `rows` positions; with `tape`, `keep_rows` can cut it."""
-        self.step = Step(self.position, rows, rows_attention, tape)
+        self.step = Step(self.position, rows, rows_attention, tape, force_dense)
         return self.step
 
     def advance(self) -> None:
@@ -164,6 +185,15 @@ class LayerStates:
         self.furthest = max(self.furthest, self.position)
         self.step.masks.clear()
         self.step.replays.clear()
+
+    def check(self) -> None:
+        """Raise what the pass begun met on the device, once it is evaluated."""
+        fault = self.step.fault
+        worst = 0 if fault is None else int(np.array(fault).max())
+        if worst:
+            raise NonFiniteScoresError(
+                f"layer {worst - 1}: the scores of key blocks have a NaN, so that none is the best"
+            )
 
     def keep_rows(self, rows: int) -> None:
         """Cut the pass just closed to its first `rows`, as if it had had no others.
@@ -178,14 +208,14 @@ class LayerStates:
                 f"{step.start} and the caches stand at {self.position}"
             )
         for cache in self.owned():
-            if isinstance(cache, RecurrentState):
+            if isinstance(cache, CarriedState):
                 reason = cache.keep_refusal(step.start, rows)
             else:
                 reason = cache.rewind_refusal(self.furthest, to)
             if reason:
                 raise UnsupportedError(f"cannot keep {rows} of {step.rows} rows: {reason}")
         for cache in self.owned():
-            if isinstance(cache, RecurrentState):
+            if isinstance(cache, CarriedState):
                 cache.keep_rows(step.start, rows)
         self.position = to
 
@@ -219,7 +249,7 @@ class LayerStates:
     def restore_refusal(self, snapshot: Snapshot) -> str | None:
         """Why the caches cannot go back to `snapshot`; None when they can."""
         for cache in self.owned():
-            if not isinstance(cache, RecurrentState):
+            if not isinstance(cache, CarriedState):
                 reason = cache.rewind_refusal(self.furthest, snapshot.position)
                 if reason:
                     return reason
@@ -236,7 +266,7 @@ class LayerStates:
 
     def reset(self) -> None:
         """Forget everything; buffers stay."""
-        recurrent = [c for c in self.owned() if isinstance(c, RecurrentState)]
+        recurrent = [c for c in self.owned() if isinstance(c, CarriedState)]
         for cache in recurrent:
             cache.reset()
         # Evaluated at once: another thread may feed these caches next.

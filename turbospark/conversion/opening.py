@@ -19,6 +19,7 @@ from turbospark.errors import SourceError, UnsupportedError
 from turbospark.families import family_for_gguf, family_for_model_type
 from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
+from turbospark.families.names import plain_name
 from turbospark.text.gguf_tokenizer import tokenizer_files_from_gguf
 
 ACCEPTED = "a folder with config.json and safetensors, or a .gguf file"
@@ -65,7 +66,24 @@ def open_folder(files: Files) -> Checkpoint:
     _check_layers(config.get("num_hidden_layers"), "config.json: num_hidden_layers", source.tensors)
     source.config = family.complete_config(config, {n: t.shape for n, t in source.tensors.items()})
     family_config = family.read_config(ConfigReader(source.config, "config.json"))
-    return _planned(Checkpoint(source, family, family.pieces, family_config))
+    checkpoint = _planned(Checkpoint(source, family, family.pieces, family_config))
+    try:
+        _check_derived(source, family.derived(family_config))
+    except BaseException:
+        source.close()
+        raise
+    return checkpoint
+
+
+def _check_derived(source: SafetensorsSource, derived: Mapping[str, list[int]]) -> None:
+    """Refuse a checkpoint whose whole numbers are not those that the family will compute."""
+    for name in source.tensors:
+        expected = derived.get(plain_name(name) or "")
+        if expected is not None and (found := source.integers(name)) != expected:
+            raise SourceError(
+                f"{name} holds {found[:4]}; config.json implies {expected[:4]}: the sizes or the "
+                "seed of its n-grams are of another model"
+            )
 
 
 def _check_layers(count: object, what: str, tensors: Collection[str]) -> None:

@@ -7,7 +7,7 @@ before a weight is read. Does not read or write.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -41,12 +41,28 @@ class Provider:
     transform: Callable[[Planes], Planes] | None = None
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table kept in a file of its own: runs of rows, in order, from one provider each."""
+
+    name: str
+    shape: tuple[int, int]
+    parts: tuple[Provider, ...]
+
+    @property
+    def fmt(self) -> Format:
+        return self.parts[0].fmt
+
+
 @dataclass
 class Plan:
-    """Every canonical tensor with its one provider; `experts[layer][role][expert]`."""
+    """Every canonical tensor with its one provider; `experts[layer][role][expert]`; `tables` by
+    layer.
+    """
 
     resident: dict[str, Provider] = field(default_factory=dict)
     experts: dict[int, dict[str, list[Provider]]] = field(default_factory=dict)
+    tables: dict[int, Table] = field(default_factory=dict)
 
 
 def expert_name(layer: int, role: str) -> str:
@@ -85,6 +101,8 @@ class _Builder:
         self.expert_shapes = family.expert_shapes(config)
         self.resident: dict[str, Provider] = {}
         self.experts: dict[tuple[int, str], dict[int, Provider]] = {}
+        self.table_shapes = family.table_shapes(config)
+        self.tables: dict[str, dict[int, Provider]] = {n: {} for n, _ in self.table_shapes.values()}
         self.unreadable: list[str] = []
         self.unknown: list[str] = []
         self.doubled: list[str] = []
@@ -96,10 +114,20 @@ class _Builder:
             provider = self.provider(tensor, piece, self.shapes[piece.target])
             if provider is not None:
                 self.enter(self.resident, piece.target, piece.target, provider)
+        elif piece.target in self.tables and piece.part is not None:
+            self.take_rows(tensor, piece.target, piece.part)
         elif piece.layer in self.expert_shapes and piece.role is not None:
             self.take_routed(tensor, piece, piece.layer, piece.role)
         else:
             self.unknown.append(tensor.name)
+
+    def take_rows(self, tensor: SourceTensor, name: str, part: int) -> None:
+        """Enter one run of a table's rows; that they add up is seen when all are there."""
+        if tensor.fmt is None or len(tensor.shape) != 2 or max(tensor.shape) > MAX_DIM:
+            self.misshapen.append(f"{tensor.name} has shape {list(tensor.shape)}; expected rows")
+            return
+        provider = Provider(tensor, tensor.fmt, tensor.shape)
+        self.enter(self.tables[name], part, f"{name} part {part}", provider)
 
     def take_routed(self, tensor: SourceTensor, piece: Piece, layer: int, role: str) -> None:
         """Enter one role of one expert of a layer, or of a stack of all of them."""
@@ -162,6 +190,10 @@ class _Builder:
             )
             if names
         ]
+        if not faults:
+            faults = [
+                f for name, shape in self.table_shapes.values() for f in self.gaps(name, shape)
+            ]
         if faults:
             raise SourceError(f"tensors do not fit family {self.family.name}: {'; '.join(faults)}")
         plan = Plan({name: self.resident[name] for name in self.shapes})
@@ -169,10 +201,28 @@ class _Builder:
             plan.experts[layer] = {
                 role: self.uniform(layer, role, shape.count) for role in roles(shape)
             }
+        for layer, (name, rows) in self.table_shapes.items():
+            parts = tuple(provider for _, provider in sorted(self.tables[name].items()))
+            plan.tables[layer] = Table(name, rows, parts)
         return plan
+
+    def gaps(self, name: str, shape: tuple[int, int]) -> Iterator[str]:
+        """What is wrong with the runs of a table."""
+        parts = self.tables[name]
+        absent = sorted(set(range(len(parts))) - set(parts))
+        if absent:
+            yield f"{name}: part {absent[0]} of its rows is missing"
+            return
+        found = [p.shape for _, p in sorted(parts.items())]
+        rows, columns = sum(s[0] for s in found), {s[1] for s in found}
+        if (rows, columns) != (shape[0], {shape[1]}):
+            yield f"{name}: {rows} rows of {sorted(columns)} columns; expected {list(shape)}"
+        if len({p.fmt for p in parts.values()}) > 1:
+            yield f"{name}: parts are stored in different formats"
 
     def missing(self) -> list[str]:
         absent = [name for name in self.shapes if name not in self.resident]
+        absent += [name for name, parts in self.tables.items() if not parts]
         for layer, shape in self.expert_shapes.items():
             for role in roles(shape):
                 present = self.experts.get((layer, role), {})

@@ -62,11 +62,14 @@ def choose_formats(plan: Plan, request: QuantRequest) -> dict[str, Format]:
     nothing or a tensor that is already quantized.
     """
     formats: dict[str, Format] = {}
+    tables = {table.name for table in plan.tables.values()}
     chosen: set[str] = set()
     bad: list[str] = []
     matched: set[str] = set()
     for name, provider in targets(plan):
         fmt, pattern = _wanted(name, provider, request)
+        if name in tables and not pattern:
+            fmt = _narrowed(fmt, provider)
         matched.update(pattern)
         formats[name] = fmt
         if fmt != provider.fmt and isinstance(fmt, Quant):
@@ -89,8 +92,10 @@ def choose_formats(plan: Plan, request: QuantRequest) -> dict[str, Format]:
 
 
 def targets(plan: Plan) -> Iterator[tuple[str, Provider]]:
-    """(canonical name, provider) of every resident tensor and every role of every layer."""
+    """(canonical name, provider) of every resident tensor, table and role of every layer."""
     yield from plan.resident.items()
+    for table in plan.tables.values():
+        yield table.name, table.parts[0]
     for layer, roles in plan.experts.items():
         for role, providers in roles.items():
             yield expert_name(layer, role), providers[0]
@@ -117,6 +122,16 @@ def _wanted(name: str, provider: Provider, request: QuantRequest) -> tuple[Forma
         group = settings.get("group_size", 64) if settings.get("mode") == "affine" else 64
         settings = {"bits": _ROUTER_BITS, "group_size": group}
     return _format(name, settings, stored.dtype), patterns
+
+
+def _narrowed(fmt: Format, provider: Provider) -> Format:
+    """A table's format with groups that divide its rows, which are short; as stored if none do."""
+    if not isinstance(fmt, Quant) or provider.shape[-1] % fmt.group_size == 0:
+        return fmt
+    groups = [g for g in AFFINE_GROUPS if provider.shape[-1] % g == 0 and g < fmt.group_size]
+    if fmt.mode != "affine" or not groups:
+        return provider.fmt
+    return affine(fmt.bits, max(groups), fmt.scale_dtype)
 
 
 def _format(what: str, settings: Mapping[str, Any], dtype: str) -> Quant:

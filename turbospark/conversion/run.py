@@ -32,6 +32,7 @@ from turbospark.conversion.transfer import (
     total_bytes,
     write_experts,
     write_resident,
+    write_tables,
 )
 from turbospark.dtypes import Format
 from turbospark.errors import SourceError, TurbosparkError
@@ -124,6 +125,7 @@ def write_install(
         _warn_without_tokenizer(checkpoint)
         write_resident(source, plan, formats, staged.resident, shown.update)
         write_experts(source, plan, formats, staged.experts, shown.update)
+        write_tables(source, plan, formats, staged.path, shown.update)
         return staged.publish(
             arch=arch,
             model_id=origin.repo_id or source.path.name.removesuffix(".gguf"),
@@ -195,7 +197,9 @@ _SLOTS = (
 
 def plan_matrices(checkpoint: Checkpoint) -> set[str]:
     """Canonical names of the tensors that the quant block describes."""
-    return {name for name, provider in targets(checkpoint.plan) if is_matrix(name, provider)}
+    plan = checkpoint.plan
+    tables = {table.name for table in plan.tables.values()}
+    return {n for n, provider in targets(plan) if n not in tables and is_matrix(n, provider)}
 
 
 def quant_slots(formats: Mapping[str, Format], matrices: set[str]) -> dict[str, Format]:

@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from turbospark.conversion.mlx_quant import QuantConfig, check_method
 from turbospark.conversion.source import (
     MAX_SIDECAR_BYTES,
@@ -33,6 +35,7 @@ from turbospark.install.planes import Planes, empty_planes, host_view
 
 MAX_HEADER_BYTES = 100_000_000  # what the reference library allows
 MAX_DIMS = 8
+MAX_INTEGERS = 1 << 16
 INDEX = "model.safetensors.index.json"
 SIDECARS = (
     "config.json",
@@ -287,6 +290,16 @@ class SafetensorsSource:
             where, at = f"{entry.file.name}: tensor {name}", entry.offset + first * unit
             read_into(self._open.fd(entry.file), host_view(array), at, where)
         return planes
+
+    def integers(self, name: str) -> list[int]:
+        """The values of a small tensor of whole numbers, which installs do not hold."""
+        (entry,) = self._folded[name].entries
+        if entry.dtype not in ("I32", "I64") or entry.nbytes > MAX_INTEGERS * 8:
+            raise SourceError(f"tensor {name}: {entry.dtype} {list(entry.shape)}; expected I64 ids")
+        values = np.zeros(entry.shape, np.int32 if entry.dtype == "I32" else np.int64)
+        where = f"{entry.file.name}: tensor {name}"
+        read_into(self._open.fd(entry.file), values.view(np.uint8), entry.offset, where)
+        return [int(v) for v in values.reshape(-1)]
 
     def close(self) -> None:
         """Close the shards."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -20,6 +21,7 @@ from turbospark.families.names import plain_name
 from turbospark.install.packed import PackedWriter, RecordLayout
 from turbospark.install.planes import Planes, empty_planes, host_view, quantize
 from turbospark.install.resident import ResidentWriter
+from turbospark.install.row_table import RowTableWriter, file_name, row_bytes
 
 HEAD = "lm_head.weight"
 TABLE = "model.embed_tokens.weight"
@@ -35,7 +37,9 @@ def total_bytes(plan: Plan, formats: Mapping[str, Format]) -> int:
         for role, providers in roles.items():
             fmt = formats[expert_name(layer, role)]
             total += sum(sum(fmt.plane_bytes(p.shape)) for p in providers)
-    return total
+    return total + sum(
+        t.shape[0] * row_bytes(formats[t.name], t.shape[1]) for t in plan.tables.values()
+    )
 
 
 def write_resident(
@@ -76,6 +80,36 @@ def write_experts(
                 del planes
             mx.clear_cache()
         writer.end_layer()
+
+
+def write_tables(
+    source: TensorSource,
+    plan: Plan,
+    formats: Mapping[str, Format],
+    directory: Path,
+    advance: Advance,
+) -> None:
+    """Write every table into a file of its own below `directory`, in blocks of rows."""
+    for layer, table in plan.tables.items():
+        fmt = formats[table.name]
+        writer = RowTableWriter(directory / file_name(layer), fmt, table.shape)
+        try:
+            for part in table.parts:
+                for block in _row_blocks(source, part):
+                    packed = _in_format(block, fmt)
+                    writer.write(packed)
+                    advance(packed.shape[0] * writer.stride)
+                    mx.clear_cache()
+            writer.close()
+        finally:
+            writer.abort()
+
+
+def _in_format(block: Planes, fmt: Format) -> Planes:
+    if changed(fmt, block.fmt):
+        assert isinstance(fmt, Quant)  # `changed` said so
+        return quantize(block.weight, fmt)
+    return block
 
 
 def check_tied_head(source: TensorSource, plan: Plan) -> None:

@@ -40,6 +40,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...]
         ("qwen35", "qwen36"),
         ("qwen35", "qwen35moe"),
     ),
+    ("qwen4_exp", ("qwen4_exp", "qwen4_exp_text"), ("qwen4exp",), ()),
     ("spark", ("spark2_5",), ("spark2_5",), ("spark2_5",)),
 )
 

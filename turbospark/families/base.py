@@ -42,8 +42,10 @@ class Piece:
 
     Resident: `target` is the canonical name. Routed: `target` is None, `layer` and `role` ("gate",
     "up", "down", or "gate_bias", ...) say where it goes; `expert` is its number, or None when the
-    source's leading axis counts the experts. `rows` picks rows of the source (of each expert's
-    matrix when stacked); `transform` is applied to the picked planes (of one expert at a time).
+    source's leading axis counts the experts. Table: `target` is its name and `part` the place of
+    these rows among those of several source tensors. `rows` picks rows of the source (of each
+    expert's matrix when stacked); `transform` is applied to the picked planes (of one expert at a
+    time).
     """
 
     target: str | None = None
@@ -52,6 +54,7 @@ class Piece:
     expert: int | None = None
     rows: slice | None = None
     transform: Callable[[Planes], Planes] | None = None
+    part: int | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,12 @@ class Family:
     )
     """config.json with what only the checkpoint's tensor names and shapes tell, for installs."""
     expert_shapes: Callable[[Any], dict[int, ExpertShape]] = lambda config: {}
+    table_shapes: Callable[[Any], dict[int, tuple[str, tuple[int, int]]]] = lambda config: {}
+    """Layer -> (canonical name, shape) of a table that is looked up by rows and kept in a file."""
+    derived: Callable[[Any], dict[str, list[int]]] = lambda config: {}
+    """Whole-number tensors that the family computes itself; one in a checkpoint must agree."""
+    reads_ids: bool = False
+    """The forward pass reads token ids on the host: none can begin for a token not yet known."""
     expert_activation: Callable[[Any], Activation] = lambda config: swiglu
     capabilities: Capabilities = field(default_factory=Capabilities)
     draft_head: DraftHead | None = None

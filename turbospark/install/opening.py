@@ -13,7 +13,9 @@ from typing import Any
 
 from turbospark.errors import (
     IndexCorruptError,
+    MissingFileError,
     PartialInstallError,
+    TensorShapeError,
     UnsupportedCapabilityError,
     UnsupportedError,
 )
@@ -23,6 +25,7 @@ from turbospark.install.layout import FOLDER
 from turbospark.install.manifest import Manifest
 from turbospark.install.packed import PackedLayout
 from turbospark.install.resident import FILE_NAME, ResidentIndex
+from turbospark.install.row_table import RowTable, file_name
 from turbospark.install.verify import Policy, verify
 
 VISION_SIDECAR = "vision_sidecar.json"
@@ -93,6 +96,24 @@ class Install:
     def bytes_per_slot(self) -> int:
         """Bytes of one expert in every routed layer; 0 for a dense model."""
         return self.experts.bytes_per_slot if self.experts else 0
+
+    def row_table(self, layer: int, name: str, shape: tuple[int, int]) -> RowTable:
+        """The mapped table of `layer`, which must have `shape`; it outlives the install.
+
+        Raises MissingFileError, TensorShapeError and what `RowTable.open` raises.
+        """
+        file = file_name(layer)
+        if file not in self.manifest.files:
+            raise MissingFileError(
+                f"manifest.files lacks {file}, which holds {name}; convert the checkpoint again"
+            )
+        table = RowTable.open(contained(self.path, file, "install"))
+        if table.shape != shape:
+            raise TensorShapeError(
+                f"{table.path}: {name} has shape {list(table.shape)}; the configuration implies "
+                f"{list(shape)}"
+            )
+        return table
 
     def sidecar(self, name: str) -> Path | None:
         """A file beside the weights (tokenizer.json, ...), None if the install has none."""

@@ -36,11 +36,20 @@ class GatedMLP:
 class SharedExpertMLP:
     """The best `top_k` of softmax-routed experts, plus a shared one behind its own sigmoid.
 
-    Routing weights are divided by their sum.
+    With `normalize`, routing weights are divided by their sum.
     """
 
-    def __init__(self, w: Weights, name: str, layer: int, top_k: int, experts: ExpertStore) -> None:
+    def __init__(
+        self,
+        w: Weights,
+        name: str,
+        layer: int,
+        top_k: int,
+        experts: ExpertStore,
+        normalize: bool = True,
+    ) -> None:
         self.layer, self.top_k, self.experts = layer, top_k, experts
+        self.normalize = normalize
         self.gates = w.fused([f"{name}.gate", f"{name}.shared_expert_gate"])
         self.shared_expert = GatedMLP(w, f"{name}.shared_expert")
         experts.watch(layer, lambda x: softmax_top_k(self.gates(x)[0], top_k, True)[0], beside=True)
@@ -48,6 +57,6 @@ class SharedExpertMLP:
     def __call__(self, x: mx.array) -> mx.array:
         """[1, L, H] -> [1, L, H]."""
         scores, share = self.gates(x)
-        ids, weights = softmax_top_k(scores, self.top_k, normalize=True)
+        ids, weights = softmax_top_k(scores, self.top_k, self.normalize)
         shared = mx.sigmoid(share) * self.shared_expert(x)
         return self.experts.routed(self.layer, x, ids, weights, beside=shared) + shared

@@ -31,8 +31,8 @@ class Rope:
     interleaved: bool = False
     attention_factor: float = 1.0
 
-    def __call__(self, x: mx.array, offset: int) -> mx.array:
-        """x [1, H, L, D] at positions offset .. offset + L - 1 -> the same shape and dtype."""
+    def __call__(self, x: mx.array, offset: int, every: int = 1) -> mx.array:
+        """x [1, H, L, D], row i at position every * (offset + i) -> the same shape and dtype."""
         if self.attention_factor != 1.0:
             head = x[..., : self.dims] * self.attention_factor
             x = (
@@ -45,7 +45,7 @@ class Rope:
             self.dims,
             traditional=self.interleaved,
             base=None,
-            scale=1.0,
+            scale=float(every),
             offset=offset,
             freqs=self.periods,
         )

@@ -5,7 +5,7 @@ Knows storage formats and the compute dtype. Does not know which names a family 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 from turbospark.dtypes import Quant
 from turbospark.errors import MissingTensorError, TensorShapeError
 from turbospark.install.planes import Planes
+from turbospark.install.row_table import RowTable
 from turbospark.kernels.choices import PLAIN, Choices
 from turbospark.layers.linear import (
     AnyEmbedding,
@@ -42,7 +43,8 @@ class Weights:
 
     With `expand`, quantized matrices are unpacked to `dtype` and dense ones laid out for the CPU
     back end, which multiplies dense rows faster than packed ones. `shapes` are the family's; every
-    read is checked against them. `kernels` says which products and layers run how.
+    read is checked against them. `kernels` says which products and layers run how. `tables` are
+    looked up by rows, each under its canonical name.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class Weights:
         dtype: mx.Dtype,
         expand: bool = False,
         kernels: Choices = PLAIN,
+        tables: Mapping[str, RowTable] | None = None,
     ) -> None:
         self.reader = reader
         self.shapes = shapes
         self.dtype = dtype
         self.expand = expand
         self.kernels = kernels
+        self.tables = tables or {}
         self.nbytes = 0
 
     def __contains__(self, name: str) -> bool:
@@ -78,6 +82,12 @@ class Weights:
                 f"the configuration implies {list(wanted)}"
             )
         return planes
+
+    def table(self, name: str) -> RowTable:
+        """A table that is looked up by rows."""
+        if name not in self.tables:
+            raise MissingTensorError(f"missing table: {name}; convert the checkpoint again")
+        return self.tables[name]
 
     def array(self, name: str, dtype: mx.Dtype | None = None) -> mx.array:
         """A dense tensor in `dtype` (default: the compute dtype)."""
