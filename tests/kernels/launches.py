@@ -209,7 +209,7 @@ def block_scores() -> Launch:
 
 def block_choice() -> Launch:
     scores, start = normal((2, 64), mx.float32, 0), mx.array([200], dtype=mx.int32)
-    return qsa_select.launch(scores, start, 8, 4)
+    return qsa_select.launch(scores, start, 8, 4, mx.zeros((2,), dtype=mx.int32))
 
 
 def block_attention() -> Launch:

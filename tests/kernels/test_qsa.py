@@ -9,7 +9,7 @@ from cases import TOLERANCE, error, floats, normal
 from emulator import EmulationError, emulate
 
 from turbospark.kernels import qsa_attend, qsa_score, qsa_select
-from turbospark.kernels.qsa import choose_and_attend
+from turbospark.kernels.qsa import Rule, choose_and_attend
 
 
 def at(position: int) -> mx.array:
@@ -80,7 +80,7 @@ def test_the_best_are_listed_in_order_and_lower_first(kind: str, blocks: int, k:
     row = drawn(kind, blocks)
     want = ranked(row, k)
     padded = mx.array(np.concatenate([row, np.full(40, 9.0, np.float32)])[None])
-    run = qsa_select.launch(padded, at(4 * blocks + 1), k, 4, 2)
+    run = qsa_select.launch(padded, at(4 * blocks + 1), k, 4, at(0), simdgroups=2)
     ids, status = emulate(run, 0).outputs
     assert ids[0].tolist() == want and status.tolist() == [0]
     plain, bad = qsa_select.select_blocks_reference(mx.array(row[None]), k)
@@ -90,7 +90,7 @@ def test_the_best_are_listed_in_order_and_lower_first(kind: str, blocks: int, k:
 @pytest.mark.parametrize("blocks", [8192, 65536])
 def test_long_lists_are_chosen_from_too(blocks: int) -> None:
     row = drawn("ties", blocks)
-    run = qsa_select.launch(mx.array(row[None]), at(4 * blocks - 1), 512, 4, 8)
+    run = qsa_select.launch(mx.array(row[None]), at(4 * blocks - 1), 512, 4, at(0))
     ids, _ = emulate(run, 0).outputs
     want = ranked(row, 512)
     assert ids[0].tolist() == want
@@ -101,9 +101,10 @@ def test_long_lists_are_chosen_from_too(blocks: int) -> None:
 def test_each_row_has_its_own_number_of_blocks_and_a_nan_is_told() -> None:
     rows = np.stack([drawn("ties", 40) for _ in range(3)])
     rows[1, 30] = np.nan
-    run = qsa_select.launch(mx.array(rows), at(4 * 38 - 2), 6, 4, 2)
+    fault = mx.array([3, 0, 0], dtype=mx.int32)
+    run = qsa_select.launch(mx.array(rows), at(4 * 38 - 2), 6, 4, fault, 8, 2)
     ids, status = emulate(run, 0).outputs
-    assert status.tolist() == [0, 1, 0]
+    assert status.tolist() == [3, 8, 0]
     assert ids[0].tolist() == ranked(rows[0, :37], 6) and ids[2].tolist() == ranked(rows[2, :38], 6)
     _, bad = qsa_select.select_blocks_reference(mx.array(rows), 6)
     assert np.array(bad).tolist() == [False, True, False]
@@ -164,7 +165,7 @@ def test_long_passes_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None
     q, queries = normal((9, 4, 16), mx.float32, 0), normal((9, 2, 16), mx.float32, 1)
     keys, values = (normal((80, 2, 16), mx.float32, s) for s in (2, 3))
     blocks = normal((20, 16), mx.float32, 4)
-    args = (q, keys, values, queries, blocks, 60, 4, 5, 0.25)
+    args = (q, keys, values, queries, blocks, 60, Rule(4, 5, 0.25))
     whole = choose_and_attend(*args)
     monkeypatch.setattr("turbospark.kernels.qsa.SCORE_BYTES", 400)
     parts = choose_and_attend(*args)
@@ -184,7 +185,7 @@ def score_trial(body: str) -> bool:
 
 def select_trial(body: str) -> bool:
     row = drawn("ties", 300)
-    run = qsa_select.launch(mx.array(row[None]), at(1199), 70, 4, 2)
+    run = qsa_select.launch(mx.array(row[None]), at(1199), 70, 4, at(0), simdgroups=2)
     return bool(emulate(patched(run, body), 0).outputs[0][0].tolist() == ranked(row, 70))
 
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 from turbospark.cache.attend import Step, causal_attention
 from turbospark.cache.recurrent import CarriedState, Saved
 from turbospark.cache.specs import SparseSpec
-from turbospark.kernels.qsa import choose_and_attend
+from turbospark.kernels.qsa import Rule, choose_and_attend
 
 
 @dataclass(frozen=True)
@@ -126,28 +126,19 @@ class SparseKV(CarriedState):
         """The rows from `dense` on, each over its best blocks and the open one."""
         ratio, chosen = self.spec.ratio, self.spec.chosen
         step.attention_calls += 1 if step.rows_attention else step.rows - dense
-        out, bad = choose_and_attend(
-            q[dense:],
+        every = dense == 0  # then nothing is cut off, which would cost launches
+        out, step.fault = choose_and_attend(
+            q if every else q[dense:],
             self.keys,
             self.values,
-            index.queries[dense:],
+            index.queries if every else index.queries[dense:],
             self.block_keys,
             step.start + dense,
-            ratio,
-            chosen,
-            scale,
+            Rule(ratio, chosen, scale, index.layer + 1),
+            step.fault,
             self.kernels,
         )
-        self._report(bad, index.layer, step)
         seen = range(step.start + dense + 1, step.end + 1)
         step.count("qsa_blocks_scored", sum(visible // ratio for visible in seen))
         step.count("qsa_blocks_selected", chosen * (step.rows - dense))
         return out
-
-    @staticmethod
-    def _report(bad: mx.array, layer: int, step: Step) -> None:
-        """Let the step end in an error when a row [rows] is bad; the first layer is told."""
-        fault = mx.where(bad, layer + 1, 0)
-        if step.fault is not None:
-            fault = mx.where(step.fault > 0, step.fault, fault)
-        step.fault = fault

@@ -42,7 +42,7 @@ from turbospark.kernels.experts import Around as ExpertAround
 from turbospark.kernels.experts import Experts, Matrix, stacked
 from turbospark.kernels.fused import Around, qmv_reference
 from turbospark.kernels.likeliest import launch_best, launch_shares, likeliest_reference
-from turbospark.kernels.qsa import choose_and_attend
+from turbospark.kernels.qsa import Rule, choose_and_attend
 from turbospark.kernels.rope_kv import Heads, Turn, launch_store, rope_kv_reference
 from turbospark.kernels.router_topk import launch as launch_router
 from turbospark.kernels.router_topk import router_topk_reference
@@ -295,7 +295,7 @@ def sparse_checks() -> Iterator[Check]:
         want[head] = share / share.sum() @ floats(values[:, head // 12])[spots]
 
     def run(where: str) -> mx.array:
-        args = (q, keys, values, queries, blocks, length - 1, 4, 512, 1 / 16)
+        args = (q, keys, values, queries, blocks, length - 1, Rule(4, 512, 1 / 16))
         return choose_and_attend(*args, kernels=where != "cpu")[0]
 
     label, read = "512 of 8191 blocks, 2x12 heads of 256", blocks.nbytes + 2 * 2051 * 1024

@@ -5,6 +5,8 @@ Knows the three parts and which of them a back end takes. Does not know caches o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
 from turbospark.kernels import qsa_attend, qsa_score, qsa_select
@@ -19,6 +21,18 @@ each of an H200's 132 processors.
 """
 
 
+@dataclass(frozen=True)
+class Rule:
+    """What a layer fixes: positions per block, blocks chosen per row, the scale of scores, and the
+    `code` above 0 by which a row with a NaN among its block scores is told.
+    """
+
+    ratio: int
+    chosen: int
+    scale: float
+    code: int = 1
+
+
 def choose_and_attend(
     q: mx.array,
     keys: mx.array,
@@ -26,51 +40,74 @@ def choose_and_attend(
     queries: mx.array,
     block_keys: mx.array,
     start: int,
-    ratio: int,
-    chosen: int,
-    scale: float,
+    rule: Rule,
+    fault: mx.array | None = None,
     kernels: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Each row over its `chosen` best blocks and the open one -> (out, bad).
+    """Each row over its best blocks and the open one -> (out, fault).
 
     Shapes: q [T, H, D] of positions from `start` on; keys, values [capacity, KV, D]; queries
-    [T, heads, index D]; block_keys [blocks, index D] -> out [T, H, D], bad bool [T]: a row with a
-    NaN among its scores.
+    [T, heads, index D]; block_keys [blocks, index D] -> out [T, H, D]. fault int32 [T] is 0 for a
+    row without a NaN, else the code of the first layer that met one. With `kernels`, four launches
+    where the back end has them and they take the shapes.
     """
     where = backend(mx.default_device())
+    if fault is None:
+        fault = constant_ints(0) if len(q) == 1 else mx.zeros((len(q),), mx.int32)
     own = kernels and where != "cpu"
     own = own and qsa_score.takes(queries) and qsa_attend.takes(q, keys.shape[1])
-    rows, outputs, bad = q.shape[0], [], []
-    row_bytes = 4 * block_keys.shape[0]
+    run = _by_kernels if own else _plainly
+    row_bytes = 4 * block_keys.shape[0] * queries.shape[1]
     if own:
-        row_bytes = max(row_bytes, 4 * SPLITS * q.shape[1] * q.shape[2])
-    else:
-        row_bytes *= queries.shape[1]
+        row_bytes = max(4 * block_keys.shape[0], 4 * SPLITS * q.shape[1] * q.shape[2])
     step = max(1, SCORE_BYTES // row_bytes)
-    for at in range(0, rows, step):
-        part = slice(at, min(at + step, rows))
-        if own:
-            first = constant_ints(start + at)
-            (scores,) = qsa_score.launch(queries[part], block_keys, first, ratio).run(where)
-            simdgroups = 32 if where == "cuda" else 8
-            select = qsa_select.launch(scores, first, chosen, ratio, simdgroups)
-            ids, status = select.run(where)
-            attend = qsa_attend.launch_partial(
-                q[part], keys, values, ids, first, ratio, scale, SPLITS
-            )
-            o, ml = attend.run(where)
-            (out,) = qsa_attend.launch_combine(q[part], o, ml, SPLITS).run(where)
-            outputs.append(out.reshape(-1, *q.shape[1:]))
-            bad.append(status > 0)
-        else:
-            scores = qsa_score.block_scores_reference(queries[part], block_keys, start + at, ratio)
-            ids, status = qsa_select.select_blocks_reference(scores, chosen)
-            outputs.append(
-                qsa_attend.attend_blocks_reference(
-                    q[part], keys, values, ids, start + at, ratio, scale
-                )
-            )
-            bad.append(status)
-    if len(outputs) == 1:
-        return outputs[0], bad[0]
-    return mx.concatenate(outputs), mx.concatenate(bad)
+    if step >= len(q):
+        return run(q, keys, values, queries, block_keys, start, rule, fault)
+    outputs, faults = [], []
+    for at in range(0, len(q), step):
+        part = slice(at, min(at + step, len(q)))
+        out, told = run(
+            q[part], keys, values, queries[part], block_keys, start + at, rule, fault[part]
+        )
+        outputs.append(out)
+        faults.append(told)
+    return mx.concatenate(outputs), mx.concatenate(faults)
+
+
+def _plainly(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    queries: mx.array,
+    block_keys: mx.array,
+    start: int,
+    rule: Rule,
+    fault: mx.array,
+) -> tuple[mx.array, mx.array]:
+    scores = qsa_score.block_scores_reference(queries, block_keys, start, rule.ratio)
+    ids, bad = qsa_select.select_blocks_reference(scores, rule.chosen)
+    out = qsa_attend.attend_blocks_reference(q, keys, values, ids, start, rule.ratio, rule.scale)
+    return out, mx.where((fault == 0) & bad, rule.code, fault)
+
+
+def _by_kernels(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    queries: mx.array,
+    block_keys: mx.array,
+    start: int,
+    rule: Rule,
+    fault: mx.array,
+) -> tuple[mx.array, mx.array]:
+    where = backend(mx.default_device())
+    first, ratio = constant_ints(start), rule.ratio
+    (scores,) = qsa_score.launch(queries, block_keys, first, ratio).run(where)
+    select = qsa_select.launch(
+        scores, first, rule.chosen, ratio, fault, rule.code, 32 if where == "cuda" else 8
+    )
+    ids, fault = select.run(where)
+    attend = qsa_attend.launch_partial(q, keys, values, ids, first, ratio, rule.scale, SPLITS)
+    o, ml = attend.run(where)
+    (out,) = qsa_attend.launch_combine(q, o, ml, SPLITS).run(where)
+    return out.reshape(q.shape), fault

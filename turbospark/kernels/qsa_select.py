@@ -96,7 +96,8 @@ BODY = r"""
     bad = totals[0] > 0 ? 1 : 0;
     cut += uint(steps) << uint(at);
   }
-  if (tid == 0) status[row] = bad;
+  // The first layer that met one is told.
+  if (tid == 0) status[row] = fault[row] > 0 ? fault[row] : bad * sizes[1];
 
   const int each = (count + 32 * SG - 1) / (32 * SG);
   const int first = ts_min(tid * each, count);
@@ -134,16 +135,27 @@ BODY = r"""
   }
 """
 
-KERNEL = Kernel("qsa_select", ("scores", "start", "sizes"), ("ids", "status"), BODY, HEADER)
+KERNEL = Kernel(
+    "qsa_select", ("scores", "start", "fault", "sizes"), ("ids", "status"), BODY, HEADER
+)
 
 
-def launch(scores: mx.array, start: mx.array, k: int, ratio: int, simdgroups: int = 8) -> Launch:
-    """(ids int32 [T, k], status int32 [T], 1 where a NaN was seen) of scores [T, capacity].
+def launch(
+    scores: mx.array,
+    start: mx.array,
+    k: int,
+    ratio: int,
+    fault: mx.array,
+    code: int = 1,
+    simdgroups: int = 8,
+) -> Launch:
+    """(ids int32 [T, k], status int32 [T]) of scores [T, capacity].
 
-    Row t reads its first (start + t + 1) / ratio scores, more than k of them.
+    Row t reads its first (start + t + 1) / ratio scores, more than k of them. Its status is that of
+    `fault` int32 [T] where that is above 0, else `code` where a NaN was seen, else 0.
     """
     p = plan(scores.shape[0], k, ratio, simdgroups)
-    return Launch(p, [scores, start, constant_ints(scores.shape[1], 0)])
+    return Launch(p, [scores, start, fault, constant_ints(scores.shape[1], code)])
 
 
 @lru_cache(maxsize=1024)
