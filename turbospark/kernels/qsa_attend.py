@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from turbospark.kernels.decode_attention import HEADER, plan_combine
+from turbospark.kernels.decode_attention import COMBINE_KERNEL, HEADER
 from turbospark.kernels.source import (
     SIMD,
     Kernel,
@@ -259,8 +259,16 @@ def plan_partial(q: tuple[int, ...], kv: int, k: int, ratio: int, splits: int) -
 
 def launch_combine(q: mx.array, o: mx.array, ml: mx.array, splits: int) -> Launch:
     """The second launch: `decode_attention`'s, every row's heads as heads of one row."""
-    p = plan_combine((1, q.shape[0] * q.shape[1], 1, q.shape[2]), q.dtype, False)
+    p = plan_combine(tuple(q.shape), q.dtype)
     return Launch(p, [o, ml, o, constant_ints(0, splits)])
+
+
+@lru_cache(maxsize=1024)
+def plan_combine(q: tuple[int, ...], dtype: mx.Dtype) -> Plan:
+    """What the second launch fixes; the number of rows is no part of the compiled text."""
+    rows, heads, dim = q
+    template: dict[str, Value] = {"T": dtype, "D": dim, "M": 1, "H": 1, "SINKS": False}
+    return Plan(COMBINE_KERNEL, template, (rows * heads, 1, 1), dim, ((q, dtype),))
 
 
 def takes(q: mx.array, kv: int) -> bool:

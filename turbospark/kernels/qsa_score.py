@@ -70,7 +70,7 @@ BODY = r"""
   for (int h = 0; h < HEADS; h++) ts_load8(queries + (row * HEADS + h) * D + dim, qv[h]);
   auto row_scores = scores + int64_t(row) * sizes[0];
 
-  const int unit = BLOCK * SG * GROUPS;
+  const int unit = BLOCK * SG * sizes[1];
   for (int b0 = (int(threadgroup_position_in_grid.x) * SG + sg) * BLOCK; b0 < count; b0 += unit) {
     float part[TURNS * HP];
     TS_UNROLL
@@ -114,7 +114,7 @@ def launch(queries: mx.array, keys: mx.array, start: mx.array, ratio: int) -> La
     """
     p = plan(tuple(queries.shape), keys.shape[0], ratio)
     inputs = [queries, keys, start, constant(queries.shape[2] ** -0.5)]
-    return Launch(p, [*inputs, constant_ints(keys.shape[0], 0)])
+    return Launch(p, [*inputs, constant_ints(keys.shape[0], p.groups[0])])
 
 
 @lru_cache(maxsize=1024)
@@ -127,7 +127,6 @@ def plan(queries: tuple[int, ...], capacity: int, ratio: int) -> Plan:
     groups = max(1, min(GROUPS, ceil_div(capacity, per_group)))
     template: dict[str, Value] = {
         "D": dim, "HEADS": heads, "HP": padded, "TURNS": turns, "RATIO": ratio, "SG": SIMDGROUPS,
-        "GROUPS": groups,
     }  # fmt: skip
     outputs = (((rows, capacity), mx.float32),)
     return Plan(KERNEL, template, (groups, rows, 1), SIMD * SIMDGROUPS, outputs)
