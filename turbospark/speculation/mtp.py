@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark.cache.attend import Step
-from turbospark.cache.recurrent import RecurrentState
+from turbospark.cache.recurrent import RowState
 from turbospark.cache.specs import CacheSpec, RowSpec
 from turbospark.cache.state import LayerStates
 from turbospark.errors import SpeculationUnavailableError
@@ -131,8 +131,8 @@ class MtpDrafter:
             part = slice(at, at + size)
             self.head(ids[:, part], hidden[:, part], self._at(first + at, size, states))
 
-    def _newest(self, states: LayerStates) -> RecurrentState:
-        newest: RecurrentState = states.layers[self.row]
+    def _newest(self, states: LayerStates) -> RowState:
+        newest: RowState = states.layers[self.row]
         return newest
 
     def _at(self, start: int, rows: int, states: LayerStates) -> _At:
