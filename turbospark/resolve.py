@@ -41,7 +41,7 @@ from turbospark.sizing import (
     physical_memory,
 )
 from turbospark.speculation.choose import WITH_PROBABILITIES, Choice, Offer, choose
-from turbospark.speculation.opening import whole
+from turbospark.speculation.opening import whole, widest
 from turbospark.steering import SteeringPolicy
 
 
@@ -111,7 +111,7 @@ def resolve(
             mapping = "zero-copy" if zero_copy(install.experts) else "copied per use"
     best = choices(mx.Device(getattr(mx, device)), options.kernels)
     drafters, tensors = family.capabilities.drafters, set(install.resident.names)
-    offer = Offer(family.name, drafters, tensors, whole(family, config))
+    offer = Offer(family.name, drafters, tensors, whole(family, config), widest(config))
     choice = choose(options.speculation, offer)
     chunks = {"off": None, "auto": best.prefill_chunk}
     chunk = 1 if family.capabilities.chunked_prefill else options.prefill_chunk

@@ -220,6 +220,9 @@ def _given(args: argparse.Namespace, model: Any) -> dict[str, Any]:
 def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a folder with config.json and safetensors, or a .gguf file")
     _destination(parser)
+    parser.add_argument(
+        "--drafter", help="the folder of a DFlash2 block drafter made for this model, to go along"
+    )
     _quantization(parser)
 
 

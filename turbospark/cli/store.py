@@ -26,7 +26,9 @@ from turbospark.text.tokenizer import Tokenizer
 
 def convert(args: Namespace) -> int:
     """turbospark convert SRC DST"""
-    path = turbospark.convert(args.source, _destination(args), **_quantization(args))
+    path = turbospark.convert(
+        args.source, _destination(args), drafter=args.drafter, **_quantization(args)
+    )
     return _wrote(args, path)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from turbospark.conversion.gguf import GGUFSource
+from turbospark.conversion.grafting import Grafted
 from turbospark.conversion.plan import Pieces, Plan, make_plan
 from turbospark.conversion.safetensors import SafetensorsSource, read_config
 from turbospark.conversion.source import Files, LocalFiles, TensorSource
@@ -19,6 +20,7 @@ from turbospark.errors import SourceError, UnsupportedError
 from turbospark.families import family_for_gguf, family_for_model_type
 from turbospark.families.base import Family
 from turbospark.families.config import ConfigReader
+from turbospark.families.dflash_shapes import PREFIX
 from turbospark.families.names import plain_name
 from turbospark.text.gguf_tokenizer import tokenizer_files_from_gguf
 
@@ -46,29 +48,42 @@ class Checkpoint:
         self.source.close()
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, drafter: Path | None = None) -> Checkpoint:
     """Open a checkpoint folder or GGUF file and plan its conversion; no weight is read.
+
+    `drafter` is the folder of a block drafter that goes along.
 
     Raises SourceError, UnsupportedError, UnsupportedArchitectureError, MissingDependencyError.
     """
+    if drafter is not None and not (drafter / "config.json").is_file():
+        raise SourceError(f"drafter {drafter}: {_found(drafter)}; expected a DFlash2 folder")
     if path.is_file() and path.suffix == ".gguf":
+        if drafter is not None:
+            raise UnsupportedError(
+                f"drafter {drafter} with {path.name}: a drafter goes with a folder of safetensors"
+            )
         return open_gguf(LocalFiles(path.parent), path.name)
     if path.is_dir() and (path / "config.json").is_file():
-        return open_folder(LocalFiles(path))
+        return open_folder(LocalFiles(path), LocalFiles(drafter) if drafter else None)
     raise SourceError(f"{path}: {_found(path)}; expected {ACCEPTED}")
 
 
-def open_folder(files: Files) -> Checkpoint:
-    """Open and plan a checkpoint with config.json and safetensors."""
+def open_folder(files: Files, drafter: Files | None = None) -> Checkpoint:
+    """Open and plan a checkpoint with config.json and safetensors, and a drafter's."""
     config = read_config(files)
     family = family_for_model_type(str(config.get("model_type")))
-    source = SafetensorsSource(files, config)
-    _check_layers(config.get("num_hidden_layers"), "config.json: num_hidden_layers", source.tensors)
+    own = SafetensorsSource(files, config)
+    source: TensorSource = own
+    _check_layers(config.get("num_hidden_layers"), "config.json: num_hidden_layers", own.tensors)
+    if drafter is not None:
+        config["dflash"] = read_config(drafter)
+        _check_drafter(config["dflash"], family)
+        source = Grafted(own, SafetensorsSource(drafter, config["dflash"]), PREFIX)
     source.config = family.complete_config(config, {n: t.shape for n, t in source.tensors.items()})
     family_config = family.read_config(ConfigReader(source.config, "config.json"))
     checkpoint = _planned(Checkpoint(source, family, family.pieces, family_config))
     try:
-        _check_derived(source, family.derived(family_config))
+        _check_derived(own, family.derived(family_config))
     except BaseException:
         source.close()
         raise
@@ -84,6 +99,14 @@ def _check_derived(source: SafetensorsSource, derived: Mapping[str, list[int]]) 
                 f"{name} holds {found[:4]}; config.json implies {expected[:4]}: the sizes or the "
                 "seed of its n-grams are of another model"
             )
+
+
+def _check_drafter(config: Mapping[str, Any], family: Family) -> None:
+    if "dflash" not in family.capabilities.drafters:
+        raise UnsupportedError(f"family {family.name} has no dflash drafter; leave drafter out")
+    found = config.get("architectures")
+    if found != ["DFlash2DraftModel"]:
+        raise SourceError(f"drafter: architectures = {found}; expected ['DFlash2DraftModel']")
 
 
 def _check_layers(count: object, what: str, tensors: Collection[str]) -> None:

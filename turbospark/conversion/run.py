@@ -65,6 +65,7 @@ def convert(
     group_size: int | None = None,
     mode: str = "affine",
     overrides: Overrides | None = None,
+    drafter: str | Path | None = None,
     force: bool = False,
     progress: bool = True,
     origin: Origin | None = None,
@@ -77,7 +78,8 @@ def convert(
     experts are quantized, routers to 8 bits, tensors that already are stay untouched. `overrides`
     maps patterns (fnmatch, on canonical names such as "model.layers.*.mlp.down_proj.weight" and
     "model.layers.*.mlp.experts.down_proj.weight") to {"bits", "group_size", "mode"}, or to None
-    to keep a tensor as it is; the last match counts.
+    to keep a tensor as it is; the last match counts. `drafter` is the folder of a DFlash2 block
+    drafter made for this model, which goes into the same install.
 
     Peak memory is the largest stored tensor and a few hundred megabytes. The install appears at
     once when it is complete; `force` replaces an existing one.
@@ -89,7 +91,8 @@ def convert(
     request = QuantRequest.of(bits, group_size, mode, overrides)
     dest, source = as_path(dest, "dest"), as_path(source, "source")
     check_destination(dest, force)
-    with open_checkpoint(source) as checkpoint:
+    along = None if drafter is None else as_path(drafter, "drafter")
+    with open_checkpoint(source, along) as checkpoint:
         while True:
             try:
                 return write_install(checkpoint, dest, request, force, progress, origin or Origin())

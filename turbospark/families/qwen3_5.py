@@ -21,6 +21,7 @@ from turbospark.families import gguf_delta
 from turbospark.families.archs import PLAIN, read_scaling, yarn_from_arch, yarn_to_arch
 from turbospark.families.base import Capabilities, DraftHead, ExpertShape, Family, Piece
 from turbospark.families.config import ConfigReader
+from turbospark.families.dflash_shapes import PREFIX, DflashConfig, dflash_shapes, read_dflash
 from turbospark.families.names import expert_pieces, plain_name
 from turbospark.families.qwen3_5_shapes import (
     attention_shapes,
@@ -80,6 +81,7 @@ class Config:
     norm_convention: str
     mtp_norm_convention: str
     mtp_tensors: tuple[str, ...]
+    dflash: DflashConfig | None = None
 
     @property
     def centred(self) -> bool:
@@ -119,14 +121,14 @@ def read_config(c: ConfigReader) -> Config:
         tie_word_embeddings=c.bool("tie_word_embeddings", False),
         layer_types=_layer_types(c, layers),
         delta=_delta(c),
-        **_experts(c, sparse),
+        **_experts(c, sparse),  # type: ignore[arg-type]
         mtp_num_hidden_layers=c.int("mtp_num_hidden_layers", 1, minimum=0),
         norm_convention=c.str("norm_convention", CENTRED),
         mtp_norm_convention=c.str("mtp_norm_convention", CENTRED),
         mtp_tensors=tuple(c.list("mtp_tensors") or ()),
     )
     _check(config, c.where)
-    return config
+    return replace(config, dflash=read_dflash(c.values.get("dflash"), config))
 
 
 def _check(c: Config, where: str) -> None:
@@ -402,7 +404,8 @@ def weight_shapes(c: Config) -> Shapes:
             shapes |= mlp_shapes(c, f"{name}.mlp.shared_expert", width)
         else:
             shapes |= mlp_shapes(c, f"{name}.mlp", c.intermediate_size)
-    return shapes | {name: s for name, s in mtp_shapes(c).items() if name in c.mtp_tensors}
+    shapes |= {name: s for name, s in mtp_shapes(c).items() if name in c.mtp_tensors}
+    return shapes | dflash_shapes(c.dflash)
 
 
 def expert_shapes(c: Config) -> dict[int, ExpertShape]:
@@ -424,6 +427,8 @@ def pieces(c: Config, name: str) -> tuple[Piece, ...] | None:
     head = _mtp_name(name)
     if head is not None:
         return (Piece(head),) if head in c.mtp_tensors else ()
+    if name.startswith(PREFIX):
+        return (Piece(name),) if name in dflash_shapes(c.dflash) else None
     plain = plain_name(name)
     if plain is None or (c.tie_word_embeddings and plain.startswith("lm_head.")):
         return ()
@@ -475,7 +480,7 @@ family = Family(
     expert_shapes=expert_shapes,
     pieces=pieces,
     build=Model,
-    capabilities=Capabilities(steering=None, drafters=("mtp",)),
+    capabilities=Capabilities(steering=None, drafters=("mtp", "dflash")),
     draft_head=DraftHead(mtp_shapes, mtp_memory, mtp_blocks, mtp_norms),
     gguf_architectures=tuple(_GGUF_TYPES),
     gguf_config=gguf_config,

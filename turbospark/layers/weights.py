@@ -64,6 +64,10 @@ class Weights:
         self.tables = tables or {}
         self.nbytes = 0
 
+    def of(self, dtype: mx.Dtype) -> Weights:
+        """The same tensors in another compute dtype."""
+        return Weights(self.reader, self.shapes, dtype, self.expand, self.kernels)
+
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
 

@@ -40,6 +40,8 @@ class Offer:
     tensors: Container[str]
     whole: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Drafter -> every tensor that it needs."""
+    widest: Mapping[str, int] = field(default_factory=dict)
+    """Drafter -> how many proposals it can make at once, where that is bounded."""
 
     def blocker(self, drafter: str) -> str | None:
         """Why `drafter` ("mtp" or "dflash") cannot run on this install; None when it can."""
@@ -79,8 +81,11 @@ def choose(policies: DraftPolicies, offer: Offer) -> Choice:
         if policy.kind == "off":
             continue
         reason = offer.blocker(name)
+        most = offer.widest.get(name, policy.draft_width)
+        if reason is None and policy.kind == "fixed" and policy.draft_width > most:
+            reason = f"it makes {most} proposals at most"
         if reason is None:
-            return Choice(name, policy.draft_width)
+            return Choice(name, min(policy.draft_width, most))
         if policy.kind == "fixed":
             raise SpeculationUnavailableError(f"speculation {name}={policy}: {reason}")
         notes.append(reason)
