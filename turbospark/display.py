@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from turbospark.generation import GenerationResult
     from turbospark.memory import MemoryReport
     from turbospark.runner import Runner
+    from turbospark.speculation.stats import SpeculationStats
+    from turbospark.steering.vectors import SteeringPolicy
 
 PALETTE = (
     "#2f7fd1", "#c9781b", "#2a9461", "#b0559b", "#8a7bd8",
@@ -98,6 +100,22 @@ def bar(parts: Sequence[tuple[str, float, str]], whole: float | None = None) -> 
         f'<div role="img" aria-label="{spoken}" style="display:flex;gap:1px;height:14px;'
         f"border-radius:3px;overflow:hidden;background:{FAINT};margin:.35em 0"
         f'">{pieces}</div>'
+    )
+
+
+def strip(values: Sequence[float | None], words: str) -> str:
+    """A column per layer, as high as its value; the second colour is below zero, None is empty."""
+    highest = max((abs(v) for v in values if v is not None), default=0) or 1
+    columns = "".join(
+        f'<div title="{escape(f"layer {i}: {v:.4g}")}" style="flex:1 1 0;max-width:1em;'
+        f'height:{100 * abs(v) / highest:.1f}%;background:{PALETTE[v < 0]}"></div>'
+        if v is not None
+        else '<div style="flex:1 1 0;max-width:1em"></div>'
+        for i, v in enumerate(values)
+    )
+    return (
+        f'<div role="img" aria-label="{escape(words)}" style="display:flex;gap:1px;height:36px;'
+        f'align-items:flex-end;border-bottom:1px solid {LINE};margin:.35em 0">{columns}</div>'
     )
 
 
@@ -255,11 +273,47 @@ def runner(found: Runner) -> str:
         "steering": found.steering_line,
         "context": used,
     }
+    by_vector = zip(*(found.steering_coefficients or []), strict=True)
+    said = "coefficients per layer of the last row; the second colour is below zero"
+    coefficients = [
+        facts({f"vector {i}": said}) + strip(values, f"vector {i}: {said}")
+        for i, values in enumerate(by_vector, 1)
+    ]
     report = found.memory
     fill = gauge("context", found.position, found.max_context, used)
     plan = facts({"memory": f"{size(report.planned)} planned"})
-    held = _mlx(report)
-    return card(found.path.name, note, facts(rows), fill, plan, memory_bar(report), held)
+    parts = [facts(rows), fill, *coefficients, plan, memory_bar(report), _mlx(report)]
+    return card(found.path.name, note, *parts)
+
+
+def speculation(found: SpeculationStats) -> str:
+    """What drafting gave per round, acceptance by position, and where its time went."""
+    if not found.rounds:
+        return card("Speculation", f"{found.drafter}: no rounds")
+    note = f"{found.drafter}, up to {found.width} proposals a round"
+    shares = ["-" if share is None else f"{share:.0%}" for share in found.per_position_acceptance]
+    rows = {
+        "rounds": f"{found.rounds}, {found.committed_per_round or 0:.2f} tokens each",
+        "accepted": f"{found.accepted} of {sum(found.offered)} judged proposals",
+        "by position": ", ".join(shares),
+        "rollbacks": str(found.rollbacks),
+    }
+    parts = [(n, getattr(found, f"{n}_seconds")) for n in ("draft", "verify", "rollback")]
+    stack = bar([(n, s, f"{s:.2f} s") for n, s in parts])
+    named = legend((i, (n, f"{s:.2f} s", "")) for i, (n, s) in enumerate(parts) if s)
+    return card("Speculation", note, facts(rows), stack, named)
+
+
+def steering(found: SteeringPolicy) -> str:
+    """Every vector of a policy, with the length of its direction per layer."""
+    parts = []
+    for vector in found.vectors:
+        blocks = vector.set.covered_layers
+        norms = {b: float((d * d).sum()) ** 0.5 for b, d in vector.set.directions.items()}
+        words = f"lengths of the directions at layers {blocks[0]} to {blocks[-1]}"
+        parts.append(facts({str(vector): words}))
+        parts.append(strip([norms.get(block) for block in range(blocks[-1] + 1)], words))
+    return card("Steering", str(found), *parts)
 
 
 def options(rows: Mapping[str, Any], title: str) -> str:

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 
@@ -25,6 +26,8 @@ from turbospark import (
 )
 from turbospark.counters import PHASES
 from turbospark.memory import MemoryReport
+from turbospark.speculation.stats import SpeculationStats
+from turbospark.steering.vectors import SteeringPolicy, SteeringSet
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\"\n<b>bold</b>"
 COUNTERS = PhaseCounters(
@@ -84,10 +87,12 @@ def everything(runner: Runner) -> dict[str, display.Shown]:
         "counters": COUNTERS,
         "memory": MEMORY,
         "resolved": runner.resolved,
+        "speculation": STATS,
+        "steering": POLICY,
     }
 
 
-NAMES = ("runner", "result", "counters", "memory", "resolved")
+NAMES = ("runner", "result", "counters", "memory", "resolved", "speculation", "steering")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,6 +171,45 @@ def test_a_result_shows_its_speeds_and_its_end() -> None:
     text = Page(RESULT._repr_html_()).text
     assert "20 tokens, 5 reused in 0.50 s, 30.0 tokens/s" in text
     assert "4 tokens in 2.00 s, 2.0 tokens/s" in text and "seed7" in text and "75.0%" in text
+
+
+STATS = SpeculationStats(
+    "lookup", 2, rounds=10, offered=(10, 8), matched=(8, 2), committed=20, rollbacks=6,
+    draft_seconds=0.5, verify_seconds=1.5,
+)  # fmt: skip
+POLICY = SteeringPolicy.single(
+    SteeringSet.of({1: np.array([3.0, 4.0]), 3: np.array([0.0, 10.0])}), "add", 0.5
+)
+
+
+def test_speculation_shows_acceptance_and_where_its_time_went() -> None:
+    html = STATS._repr_html_()
+    assert widths(html) == [25.0, 75.0]
+    text = Page(html).text
+    for words in ("10, 2.00 tokens each", "10 of 18 judged proposals", "80%, 25%", "lookup, up to"):
+        assert words in text
+    assert "no rounds" in Page(SpeculationStats("lookup", 2)._repr_html_()).text
+
+
+def test_a_steering_policy_shows_the_lengths_of_its_directions() -> None:
+    html = POLICY._repr_html_()
+    assert str(POLICY) == "add@0.5 on 2 layers" and str(SteeringPolicy()) == "off"
+    assert re.findall(r'title="([^"]+)"', html) == ["layer 1: 5", "layer 3: 10"]
+    assert re.findall(r"height:([\d.]+)%", html) == ["50.0", "100.0"]
+    assert "add@0.5 on 2 layers" in Page(html).text and "off" in SteeringPolicy()._repr_html_()
+
+
+def test_a_steered_runner_shows_its_coefficients(installed: Callable[[str], Path]) -> None:
+    with Runner.open(installed("llama-base"), max_context=32) as plain:
+        hidden = plain.arch.hidden_size
+    directions = {1: np.ones(hidden, np.float32)}
+    policy = SteeringPolicy.single(SteeringSet.of(directions), "add", 0.1)
+    with Runner.open(installed("llama-base"), max_context=32, steering=policy) as steered:
+        steered.prefill([1, 2, 3])
+        html = steered._repr_html_()
+        ((found,), *_) = [c for c in steered.steering_coefficients or [] if c[0] is not None]
+    assert found is not None and f"layer 1: {found:.4g}" in html
+    assert "add@0.1 on 1 of" in Page(html).text
 
 
 def test_counters_of_nothing_can_be_shown() -> None:

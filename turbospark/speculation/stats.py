@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from turbospark import display
 from turbospark.errors import SpeculationUnavailableError
 
 LEAST_ACCEPTANCE = 0.02
@@ -13,7 +14,7 @@ LEAST_ACCEPTANCE = 0.02
 
 
 @dataclass(frozen=True)
-class SpeculationStats:
+class SpeculationStats(display.Shown):
     """Rounds of one generation, or of all since open; sums with `+`, differences with `-`."""
 
     drafter: str
@@ -103,6 +104,9 @@ class SpeculationStats:
             "committed_per_round": self.committed_per_round,
             "per_position_acceptance": self.per_position_acceptance,
         }
+
+    def _repr_html_(self) -> str:
+        return display.speculation(self)
 
     def __str__(self) -> str:
         if not self.rounds:

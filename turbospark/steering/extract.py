@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from turbospark.errors import OptionError
 from turbospark.policies import short

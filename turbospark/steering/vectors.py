@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 
+from turbospark import display
 from turbospark.errors import OptionError
 from turbospark.policies import FrozenOptions, Real, SteeringMode, option, short
 from turbospark.steering import files
@@ -261,7 +262,7 @@ class SteeringVector(FrozenOptions):
         return f"{self.mode}@{self.alpha:g}"
 
 
-class SteeringPolicy(FrozenOptions):
+class SteeringPolicy(display.Shown, FrozenOptions):
     """Every edit of a model's residual stream, in the order they are applied. Raises OptionError.
 
     At a block each vector reads the row that the one before it left, so order matters. `target` is
@@ -329,7 +330,15 @@ class SteeringPolicy(FrozenOptions):
         """One line for people about a model of so many layers; None when off."""
         if not self.vectors:
             return None
-        covered = f"{len(self.covered_layers)} of {layers} layers"
+        return self._told(f"{len(self.covered_layers)} of {layers} layers")
+
+    def __str__(self) -> str:
+        return self._told(f"{len(self.covered_layers)} layers") if self.vectors else "off"
+
+    def _repr_html_(self) -> str:
+        return display.steering(self)
+
+    def _told(self, covered: str) -> str:
         extra = f", target {self.target:g}" if self._clamps() else ""
         extra += f", gate {self.gate:g}" if self.gate > 0 else ""
         if len(self.vectors) == 1:
