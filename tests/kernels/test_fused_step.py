@@ -11,10 +11,15 @@ import pytest
 from emulator import emulate
 from packed_models import FUSED, PLAIN, Side, config_of
 
+from turbospark.cache.packed import PackedKV, packed_specs
+from turbospark.cache.state import LayerStates
 from turbospark.kernels import (
     decode_attention,
     expert_mlp,
+    kv_encode,
     likeliest,
+    packed_decode,
+    packed_turn,
     qmv,
     rope_kv,
     router_topk,
@@ -31,7 +36,9 @@ SIZES = dict(
     head_dim=64,
     num_hidden_layers=2,
 )
+INTEGERS = {mx.int32: np.int32, mx.uint32: np.uint32}
 DENSE = ["qmv", "rope_kv", "attention_partial", "attention_combine", "qmv", "qmv", "qmv"]
+PACKED = ["qmv", "rope", "packed_turn", "packed_partial", "packed_combine", "qmv", "qmv", "qmv"]
 ROUTED = [*DENSE[:5], "qmv", "router_topk", "expert_gate_up", "expert_down"]
 CASES = {
     "llama-bias": (mx.float32, DENSE, 2e-5),
@@ -53,12 +60,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for name, values in done.updated.items():
             given[name][:] = mx.array(values.astype(np.float32)).astype(given[name].dtype)
         return [
-            mx.array(values.astype(np.int32 if dtype == mx.int32 else np.float32)).astype(dtype)
+            mx.array(values.astype(INTEGERS.get(dtype, np.float32))).astype(dtype)
             for values, (_, dtype) in zip(done.outputs, plan.outputs, strict=True)
         ]
 
     monkeypatch.setattr(Plan, "run", run)
     modules = (decode_attention, expert_mlp, likeliest, qmv, rope_kv, router_topk, fused_decode)
+    modules += (kv_encode, packed_decode, packed_turn)
     for module in modules:
         monkeypatch.setattr(module, "backend", lambda device: "cuda")
     return names
@@ -86,3 +94,25 @@ def test_a_step_of_launches_gives_what_ordinary_layers_give(name: str, launched:
     found = likeliest.likeliest(mx.array(fused[0]))
     assert found.tolist() == [int(fused[0].argmax())]
     assert launched[-2:] == ["likeliest_share", "likeliest_best"]
+
+
+@pytest.mark.parametrize("bits", [(4, 4), (3, 3)])
+def test_fused_layers_over_packed_caches_give_what_ordinary_layers_give(
+    bits: tuple[int, int], launched: list[str]
+) -> None:
+    config = {**config_of("llama-bias"), **SIZES, "num_hidden_layers": 3}
+    sides = [Side(config, PLAIN), Side(config, replace(FUSED, fused_rows=1))]
+    specs = packed_specs(sides[0].model.cache_specs, *bits)[0]
+    random = np.random.default_rng(7)
+    for side, rows in zip(sides, (None, 8), strict=True):
+        states = LayerStates(specs, 160, mx.float32)
+        states.layers[:2] = [PackedKV(spec, 160, None, rows) for spec in specs[:2]]
+        side.states = states
+    for rows in (9, 60, *[1] * 30):
+        ids = random.integers(0, 100, rows).tolist()
+        launched.clear()
+        plain, fused = (side.feed(ids) for side in sides)
+        assert float(np.abs(fused - plain).max()) < 1e-2 * float(np.abs(plain).max())
+        kinds = [n.removesuffix("_matrix").removesuffix("_scalar") for n in launched]
+        kinds = [n for n in kinds if n != "kv_encode"]
+        assert kinds == ([*PACKED * 2, *DENSE, "qmv"] if rows == 1 else [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,6 +75,20 @@ def test_a_report_shows_itself_as_text_and_html(installed: Callable[[str], Path]
 def test_the_module_is_there_without_an_import_of_its_own() -> None:
     done = subprocess.run([sys.executable, "-c", "import turbospark; turbospark.kv.report"])
     assert done.returncode == 0
+
+
+def test_the_figures_of_the_page_are_those_of_the_results() -> None:
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "benchmarks/results/kv_quality.json").read_text())["rows"]
+    measured = {
+        (f"{r['kl']:.2g}", f"{100 * r['top1']:.1f} %")
+        for r in rows
+        if r["model"].startswith("SmolLM2") and r["text"] == "code" and r["tokens"] == 1024
+    }
+    page = (root / "docs/kv-cache.md").read_text()
+    shown = re.findall(r"^\| .+ \| (0\.\d+) \| (\d+\.\d %) \|$", page, re.M)
+    assert len(shown) == 9
+    assert {(f"{float(kl):.2g}", share) for kl, share in shown} <= measured
 
 
 def test_without_packed_caches_there_is_nothing_to_report(
