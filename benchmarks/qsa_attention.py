@@ -112,7 +112,7 @@ def launches(
         return qsa_score.launch(queries, blocks[i], start, RATIO).run(where)
 
     def select(i: int) -> list[mx.array]:
-        simdgroups = 32 if where == "cuda" else 8
+        simdgroups = qsa_select.simdgroups_on(where)
         launch = qsa_select.launch(scores[i], start, CHOSEN, RATIO, none, 1, simdgroups)
         return launch.run(where)
 

@@ -104,7 +104,7 @@ def _by_kernels(
     first, ratio = constant_ints(start), rule.ratio
     (scores,) = qsa_score.launch(queries, block_keys, first, ratio).run(where)
     select = qsa_select.launch(
-        scores, first, rule.chosen, ratio, fault, rule.code, 32 if where == "cuda" else 8
+        scores, first, rule.chosen, ratio, fault, rule.code, qsa_select.simdgroups_on(where)
     )
     ids, fault = select.run(where)
     attend = qsa_attend.launch_partial(q, keys, values, ids, first, ratio, rule.scale, SPLITS)
