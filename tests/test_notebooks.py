@@ -87,3 +87,17 @@ def test_a_committed_notebook_holds_no_outputs_and_is_tested(path: Path) -> None
     assert content["cells"][0]["cell_type"] == "markdown"
     tests = "".join(p.read_text() for p in Path(__file__).parent.rglob("test_*.py"))
     assert f"notebooks/{path.name}" in tests
+
+
+def test_the_steering_notebook_is_committed_with_small_outputs_and_runs(demo_folder: Path) -> None:
+    """The one notebook whose picture and texts of the real model are worth seeing unrun."""
+    path = ROOT / "examples/steering.ipynb"
+    assert path.stat().st_size < 64 << 10
+    code = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    (kept,) = shown(code, "image/png")
+    assert all(cell["outputs"] for cell in code) and len(kept) > 10000
+    cells = executed(path, demo_folder)
+    (picture,) = shown(cells, "image/png")
+    assert len(picture) > 5000
+    assert "[add@2 on 1 of 2 layers]" in printed(cells)
+    assert "strength 0     mean 0.0000  largest 0.0000 nat\n" in printed(cells)

@@ -269,6 +269,12 @@ def test_a_set_that_cannot_be_is_refused(directions: dict[int, Any], message: st
         SteeringSet.of(directions)
 
 
+def test_a_declared_mode_is_one_of_the_four() -> None:
+    assert SteeringSet.of(ROWS, declared_mode="add").declared_mode is SteeringMode.ADD
+    with pytest.raises(OptionError, match="declared_mode: 'erase' is not valid; works: ablate"):
+        SteeringSet.of(ROWS, declared_mode="erase")
+
+
 def test_a_set_keeps_its_own_copy() -> None:
     mine = ROWS[1].copy()
     made = SteeringSet.of({1: mine})

@@ -16,12 +16,19 @@ from typing import Any, Literal, get_args, get_origin
 
 from turbospark.cli.console import show
 from turbospark.cli.parser import COMMANDS, SHELLS, command_parser
+from turbospark.cli.steer import METHODS
 from turbospark.dtypes import MODES
 from turbospark.options import GenerationOptions, OpenOptions
+from turbospark.policies import SteeringMode
 from turbospark.text.template import REASONING_LEVELS
 
 # Flags that are no options of the library, and the words they take.
-WORDS = {"reasoning": REASONING_LEVELS, "mode": ("affine", *MODES)}
+WORDS = {
+    "reasoning": REASONING_LEVELS,
+    "mode": ("affine", *MODES),
+    "steering_mode": tuple(str(mode) for mode in SteeringMode),
+    "method": METHODS,
+}
 MODELS = "${TURBOSPARK_HOME:-$HOME/.turbospark}/models"
 
 

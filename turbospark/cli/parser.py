@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from turbospark import __version__
-from turbospark.cli import speculative
+from turbospark.cli import speculative, steer
 
 MODEL = "an install: the name of an installed model, or a directory"
 
@@ -25,7 +25,8 @@ NO_FLAG = frozenset({
     "prefix_reuse", "session_slots",  # the command decides
     "toggles", "swa_ring_capacity",  # for measuring and testing: bench has --toggle
     "speculation",  # --speculative and its companions say it
-    "steering", "vision_sidecar",  # in no build yet
+    "steering",  # --steering and its companions say it
+    "vision_sidecar",  # in no build yet
 })  # fmt: skip
 # Fields whose flag is not spelled like the field.
 SPELLED = {
@@ -199,7 +200,7 @@ def opening(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of OpenOptions that were given on the command line."""
     from turbospark.options import OpenOptions
 
-    return _given(args, OpenOptions) | speculative.policies(args)
+    return _given(args, OpenOptions) | speculative.policies(args) | steer.policy(args)
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -353,6 +354,7 @@ def _talk(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "generation", GenerationOptions, length)
     add_options(parser, "opening", OpenOptions, INTERACTIVE)
     speculative.add_flags(parser, "auto")
+    steer.add_flags(parser)
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
@@ -381,6 +383,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     title = "opening (pinned: the environment is not read)"
     add_options(parser, title, OpenOptions, exact, NO_FLAG | {"chat_date", "min_auto_context"})
     speculative.add_flags(parser, "off")
+    steer.add_flags(parser)
 
 
 def _completion(parser: argparse.ArgumentParser) -> None:
@@ -400,6 +403,7 @@ COMMANDS = {
         ("run", "answer one prompt", "talk:run", _run),
         ("chat", "talk with a model; /reset starts again, /quit ends", "talk:chat", _chat),
         ("bench", "measure prompt and decode speed", "bench:bench", _bench),
+        ("steering", "look at directions, or make them", "steer:steering", steer.add_command),
         ("synth", "write an install with random weights", "store:synthesize", _synth),
         ("completion", "print what a shell needs for Tab", "completion:completion", _completion),
     )

@@ -174,6 +174,8 @@ def _open(args: Namespace, **changes: Any) -> Runner:
     runner = Runner.open(args.model, options, progress=_watched(args))
     if runner.resolved.draft_note and args.speculative == "auto":
         note(f"turbospark: nothing is drafted: {runner.resolved.draft_note}")
+    if runner.steering_line and not args.quiet:
+        note(f"steering {runner.steering_line}")
     return runner
 
 

@@ -51,6 +51,11 @@ class SteeringSet:
             found = f"widths {sorted(widths)}" if widths else "no direction"
             raise OptionError(f"a steering set with {found}; expected directions of one width")
         object.__setattr__(self, "layers", tuple(layers))
+        if self.declared_mode is not None:
+            try:
+                object.__setattr__(self, "declared_mode", _as_mode(self.declared_mode))
+            except ValueError as error:
+                raise OptionError(f"declared_mode: {error}") from None
 
     @classmethod
     def of(cls, directions: Mapping[int, Any], **declared: Any) -> SteeringSet:
