@@ -357,6 +357,41 @@ def _talk(parser: argparse.ArgumentParser) -> None:
     steer.add_flags(parser)
 
 
+def _serve(parser: argparse.ArgumentParser) -> None:
+    from turbospark.options import GenerationOptions, OpenOptions
+
+    _model(parser)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8080, help="port (default: 8080; 0 takes a free one)"
+    )
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="a file with the key that clients must send; needed off the loopback address",
+    )
+    parser.add_argument("--served-name", help="the model's name in the API (default: its own)")
+    parser.add_argument(
+        "--queue", type=int, default=32, metavar="N",
+        help="requests that may wait; one more is answered 429 (default: 32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--session-slots", type=int, default=4, metavar="N",
+        help="conversations whose caches are kept (default: 4)",
+    )  # fmt: skip
+    parser.add_argument("--no-prefix-reuse", action="store_true", help="feed every prompt in full")
+    add_options(
+        parser,
+        "generation (where a request does not say)",
+        GenerationOptions,
+        {},
+        frozenset({"max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "seed"}),
+    )
+    add_options(parser, "opening", OpenOptions, INTERACTIVE)
+
+
 def _bench(parser: argparse.ArgumentParser) -> None:
     from turbospark.options import OpenOptions
 
@@ -402,6 +437,7 @@ COMMANDS = {
         ("calibrate", "measure keys, so that --kv-quant loses less", "store:calibrate", _calibrate),
         ("run", "answer one prompt", "talk:run", _run),
         ("chat", "talk with a model; /reset starts again, /quit ends", "talk:chat", _chat),
+        ("serve", "answer OpenAI-compatible requests over HTTP", "serve:serve", _serve),
         ("bench", "measure prompt and decode speed", "bench:bench", _bench),
         ("steering", "look at directions, or make them", "steer:steering", steer.add_command),
         ("synth", "write an install with random weights", "store:synthesize", _synth),

@@ -1,0 +1,157 @@
+"""What clients ask for, checked: bodies of OpenAI's API to messages and options of ours.
+
+Knows the fields of the API: those that are honoured, those that change nothing here, and those that
+would change the answer and are refused by name. Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from turbospark.errors import OptionError
+from turbospark.options import GenerationOptions
+from turbospark.policies import short
+
+LEVELS = {"none": "off", "minimal": "low"}
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed",
+)  # fmt: skip
+_COMMON = {"model", "stream", "stream_options", "stop", "max_tokens", *_SAMPLING}
+_CHAT = {
+    *_COMMON, "messages", "max_completion_tokens", "tools", "tool_choice", "reasoning_effort",
+    "parallel_tool_calls", "response_format",
+}  # fmt: skip
+_COMPLETION = {*_COMMON, "prompt"}
+# Book-keeping of the hosted service: no answer depends on it.
+_NEUTRAL = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+}  # fmt: skip
+# Honoured at these values, which ask for nothing.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
+    "logit_bias": ({},), "suffix": ("",), "modalities": (["text"],),
+}  # fmt: skip
+_NONE_CONTENT = re.compile(r"""content['"]?\]?\s+is\s+(?:not\s+)?none""")
+
+
+class Asked:
+    """One request. `field(name)` is None where it is absent or null."""
+
+    def __init__(self, body: Any, chat: bool, defaults: GenerationOptions) -> None:
+        if not isinstance(body, dict):
+            raise OptionError(f"the body is {short(body)}; expected a JSON object")
+        self._body = {name: value for name, value in body.items() if value is not None}
+        known = _CHAT if chat else _COMPLETION
+        for name, value in self._body.items():
+            if name in known or name in _NEUTRAL:
+                continue
+            if name not in _ONLY:
+                raise OptionError(f"unknown field {name!r}; known: {', '.join(sorted(known))}")
+            if value not in _ONLY[name]:
+                raise OptionError(f"{name}={short(value)} is not supported; works: leave it out")
+        self.stream = self._typed("stream", bool, False)
+        streaming = self._typed("stream_options", dict, {})
+        self.include_usage = bool(streaming.get("include_usage"))
+        self.options = self._options(defaults)
+
+    def field(self, name: str) -> Any:
+        return self._body.get(name)
+
+    def _typed(self, name: str, kind: type, default: Any) -> Any:
+        value = self._body.get(name, default)
+        if not isinstance(value, kind):
+            raise OptionError(f"{name}={short(value)} is not valid; works: a {kind.__name__}")
+        return value
+
+    def _options(self, defaults: GenerationOptions) -> GenerationOptions:
+        changes = {name: self._body[name] for name in _SAMPLING if name in self._body}
+        changes = {n: float(v) if type(v) is int and n not in ("seed", "top_k") else v
+                   for n, v in changes.items()}  # fmt: skip
+        limit = self._body.get("max_completion_tokens", self._body.get("max_tokens"))
+        changes["max_new_tokens"] = limit
+        if "stop" in self._body:
+            stop = self._body["stop"]
+            changes["stop"] = tuple(stop) if isinstance(stop, list) else stop
+        return defaults.replace(**changes)
+
+    # --- chats ------------------------------------------------------------------------------------
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning level in our words."""
+        level = self._body.get("reasoning_effort", "none")
+        return LEVELS.get(level, level) if isinstance(level, str) else level
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """The tools that may be called: none with tool_choice "none"."""
+        tools = self._typed("tools", list, [])
+        for index, tool in enumerate(tools):
+            function = tool.get("function") if isinstance(tool, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise OptionError(
+                    f"tools[{index}] is {short(tool)}; expected {{'type': 'function', 'function': "
+                    "{'name': ..., 'parameters': ...}}"
+                )
+        choice = self._body.get("tool_choice", "auto")
+        if choice not in ("auto", "none"):
+            raise OptionError(f"tool_choice={short(choice)} is not supported; works: auto, none")
+        if self._body.get("parallel_tool_calls", True) is not True and tools:
+            raise OptionError("parallel_tool_calls=False is not supported; works: leave it out")
+        return tools if tools and choice == "auto" else None
+
+    def check_format(self) -> None:
+        """Refuse a response_format that this build cannot hold a model to."""
+        form = self._typed("response_format", dict, {"type": "text"})
+        if form.get("type") != "text":
+            raise OptionError(f"response_format={short(form)} is not supported; works: type text")
+
+    def messages(self, template: str) -> list[dict[str, Any]]:
+        """The messages as templates take them: arguments as objects, a developer as the system
+        where the template knows no other, no content as an empty one where it does not ask.
+        """
+        messages = self._body.get("messages")
+        if not isinstance(messages, list):
+            raise OptionError(f"messages={short(messages)} is not valid; works: a list of messages")
+        return [self._message(m, template) if isinstance(m, dict) else m for m in messages]
+
+    @staticmethod
+    def _message(message: Mapping[str, Any], template: str) -> dict[str, Any]:
+        found = {name: value for name, value in message.items() if value is not None}
+        if found.get("role") == "developer" and "developer" not in template:
+            found["role"] = "system"
+        if isinstance(found.get("tool_calls"), list):
+            found["tool_calls"] = [_call(call) for call in found["tool_calls"]]
+            if found["tool_calls"]:
+                found.setdefault("content", None if _NONE_CONTENT.search(template) else "")
+        return found
+
+
+def _call(call: Any) -> Any:
+    """A tool call of the history with its arguments as an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def prompt_of(asked: Asked) -> str | list[int]:
+    """The prompt of a completion: a text, token ids, or a list of one of them."""
+    prompt = asked.field("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not isinstance(prompt, str) and not is_ids:
+        raise OptionError(
+            f"prompt={short(prompt)} is not valid; works: one text or one list of ids"
+        )
+    return prompt
