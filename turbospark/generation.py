@@ -26,6 +26,7 @@ from turbospark.progress import DELAY, bar
 from turbospark.sampling import Sampler
 from turbospark.speculation.rounds import Rounds
 from turbospark.speculation.stats import SpeculationStats
+from turbospark.text.grammar import Constraint
 from turbospark.text.stops import StopMatcher
 from turbospark.text.tokenizer import Tokenizer
 from turbospark.text.turns import Piece, Splitter
@@ -37,6 +38,7 @@ STOP_REASONS = (
     "stop_string",
     "max_tokens",
     "context",
+    "grammar",
     "cancelled",
 )
 
@@ -172,6 +174,7 @@ def generate_events(
     stop_ids: Mapping[int, str] | None = None,
     cancel: Callable[[], bool] | None = None,
     speculate: Callable[[Sampler], Rounds] | None = None,
+    constraint: Constraint | None = None,
 ) -> Generator[Event, None, None]:
     """Generate from `prompt_ids`; the last event is `Finished`.
 
@@ -182,7 +185,8 @@ def generate_events(
     ContextOverflowError, TokenizerMissingError.
     """
     admit(engine, prompt_ids, options, tokenizer)
-    run = _Run(engine, list(prompt_ids), options, tokenizer, stop_ids or {}, cancel, speculate)
+    ends = stop_ids or {}
+    run = _Run(engine, list(prompt_ids), options, tokenizer, ends, cancel, speculate, constraint)
     try:
         while not run.finished:
             with engine.clock.phase("loop"):  # closed before yielding: consumers are not timed
@@ -355,12 +359,14 @@ class _Run:
         stop_ids: Mapping[int, str],
         cancel: Callable[[], bool] | None,
         speculate: Callable[[Sampler], Rounds] | None,
+        constraint: Constraint | None,
     ) -> None:
         self.finished = False
         self._engine = engine
         self._ids = ids
         self._cancel = cancel
-        self._sampler = Sampler(options, engine.vocab_size)
+        self._constraint = constraint
+        self._sampler = Sampler(options, engine.vocab_size, constraint)
         self._rounds = None if speculate is None else speculate(self._sampler)
         self._seed = self._sampler.seed if options.temperature > 0 else None
         self._sink = Sink(list(ids), options, tokenizer, stop_ids, engine.clock, engine.max_context)
@@ -418,7 +424,12 @@ class _Run:
             with self._engine.clock.phase("sampling"):
                 token = self._choose()
         self._logits, self._pending = None, token
-        return sink.commit(token)
+        events = sink.commit(token)
+        if self._constraint is not None and sink.reason is None:
+            with self._engine.clock.phase("sampling"):
+                over = self._constraint.ended(sink.generated)
+            events += sink.end("grammar") if over else []
+        return events
 
     def _choose(self) -> int:
         """The next token; greedy decoding reads back its id alone, unless logits are faulty."""

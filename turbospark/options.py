@@ -7,6 +7,7 @@ The environment is read by `from_env` and `interactive` and nowhere else.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
@@ -309,6 +310,18 @@ def _as_strings(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _as_schema(value: Any) -> Any:
+    """A JSON schema as text; a text is taken as it stands."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{short(value)} is not JSON: {error}") from None
+
+
+Schema = Annotated[str, Strict(), BeforeValidator(_as_schema)]
+Text = Annotated[str, Strict()]
 Strings = Annotated[tuple[Annotated[str, Strict()], ...], BeforeValidator(_as_strings)]
 
 
@@ -356,6 +369,33 @@ class GenerationOptions(FrozenOptions):
         f"an integer 0..{MAX_DRAFT_WIDTH} (0 is off), or None",
         "proposals per round; None is the open drafter's width",
     )
+
+    json_schema: Schema | None = option(
+        None,
+        "a JSON schema (a dict or its text), or None",
+        "hold the answer to this schema",
+    )
+    regex: Text | None = option(
+        None, "a regular expression, or None", "hold the answer to this expression, as a whole"
+    )
+    grammar: Text | None = option(
+        None, "a Lark grammar with a rule 'start', or None", "hold the answer to this grammar"
+    )
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """(option, text) of what the answer is held to; None for nothing."""
+        given = {name: getattr(self, name) for name in ("json_schema", "regex", "grammar")}
+        return next(((name, text) for name, text in given.items() if text is not None), None)
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> GenerationOptions:
+        given = [n for n in ("json_schema", "regex", "grammar") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} were given; an answer is held to one of them")
+        if given and self.ignore_eos:
+            raise ValueError(f"ignore_eos goes past the end that {given[0]} sets; drop one of them")
+        return self
 
     @model_validator(mode="after")
     def _nucleus_needs_top_k(self) -> GenerationOptions:

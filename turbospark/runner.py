@@ -54,8 +54,9 @@ from turbospark.speculation.opening import drafter_specs
 from turbospark.speculation.stats import SpeculationStats
 from turbospark.steered import Steered, placed
 from turbospark.steering import SteeringPolicy
+from turbospark.text.grammar import Constraint
 from turbospark.text.tokenizer import Tokenizer, load_with_stops
-from turbospark.text.turns import Piece, splitter
+from turbospark.text.turns import Piece, answer_only, splitter
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -256,7 +257,8 @@ class Runner(display.Shown, Steered):
         tokens = engine.check(self.encode(prompt))
         admit(engine, tokens, chosen, self.tokenizer)
         check_draft_tokens(chosen, self._drafting)
-        return self._events(tokens, chosen, cancel)
+        constraint = Constraint.of(chosen, self.tokenizer, engine.vocab_size)
+        return self._events(tokens, chosen, cancel, constraint)
 
     def chat(
         self,
@@ -280,6 +282,9 @@ class Runner(display.Shown, Steered):
         prompt = self.tokenizer.render(
             messages, tools=tools, reasoning=reasoning, now=self.options.chat_date
         )
+        if chosen.constraint is not None:
+            dialect, option = self.tokenizer.dialect.name, chosen.constraint[0]
+            prompt = answer_only(prompt, dialect, option, tools, reasoning)
         ids = self.tokenizer.encode(prompt, add_special=False)
         split = splitter(self.tokenizer, prompt, tools, chosen.stop)
         return pieces(self.stream(ids, chosen, cancel=cancel), split)
@@ -289,13 +294,21 @@ class Runner(display.Shown, Steered):
         tokens: list[int],
         options: GenerationOptions,
         cancel: Callable[[], bool] | None,
+        constraint: Constraint | None,
     ) -> Iterator[Event]:
         with self._exclusive() as engine:
             drafting = self._drafting
             speculate = None if drafting is None else drafting.rounds(engine, options)
             engine.run_ahead = speculate is None and self._runs_ahead(options)
             events = generate_events(
-                engine, tokens, options, self.tokenizer, self.stop_ids, cancel, speculate
+                engine,
+                tokens,
+                options,
+                self.tokenizer,
+                self.stop_ids,
+                cancel,
+                speculate,
+                constraint,
             )
             try:
                 with closing(events):

@@ -3,7 +3,8 @@
 Knows numbers. Does not know models, text or MLX's random state, which it never touches: the same
 seed gives the same tokens whatever else the process draws.
 
-The order is fixed: finite check, repetition penalty, presence and frequency penalties, softmax at
+The order is fixed: finite check, repetition penalty, presence and frequency penalties, the mask of
+a grammar, softmax at
 temperature 1 over the whole vocabulary, top_k, top_p (on the whole vocabulary's mass), min_p
 (relative to the top), then p^(1/T) renormalised, then one draw. Temperature comes after the
 truncations, so it never changes which tokens are in the running.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 from time import time_ns
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,14 +39,27 @@ def uniform(seed: int, step: int) -> float:
     return ((z ^ z >> 31) >> 11) / 2**53
 
 
+class Constraint(Protocol):
+    """What an answer is held to."""
+
+    def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
+        """bool [vocab]: which tokens may follow."""
+
+
 class Sampler:
     """Draws the tokens of one generation.
 
     `seed` is the options' seed, or one taken from the clock when they have none.
     """
 
-    def __init__(self, options: GenerationOptions, vocab_size: int) -> None:
+    def __init__(
+        self,
+        options: GenerationOptions,
+        vocab_size: int,
+        constraint: Constraint | None = None,
+    ) -> None:
         self.options = options
+        self._constraint = constraint
         self.vocab_size = vocab_size
         self.seed = time_ns() & _MASK if options.seed is None else options.seed
         self._penalises = (
@@ -58,7 +72,8 @@ class Sampler:
     @property
     def takes_likeliest(self) -> bool:
         """Whether every draw is the first of the largest logits as they come."""
-        return self.options.temperature == 0 and not self._penalises
+        plain = not self._penalises and self._constraint is None
+        return self.options.temperature == 0 and plain
 
     def sample(self, logits: Any, history: Sequence[int], prompt_len: int) -> int:
         """The next token id.
@@ -89,7 +104,11 @@ class Sampler:
 
     def _adjusted(self, logits: Any, history: Sequence[int], prompt_len: int) -> Row:
         row = self._checked(logits)
-        return self._penalised(row, history, prompt_len) if self._penalises else row
+        if self._penalises:
+            row = self._penalised(row, history, prompt_len)
+        if self._constraint is not None:  # the rest sees a smaller vocabulary
+            row = np.where(self._constraint.allowed(history[prompt_len:]), row, -np.inf)
+        return row
 
     def distribution(self, row: Row) -> tuple[Ids, Row]:
         """Candidate ids and their log probabilities (float64, unnormalised), after everything but
@@ -102,6 +121,9 @@ class Sampler:
         else:
             ids = np.arange(len(row))
             log_p = row.astype(np.float64)
+        if self._constraint is not None:
+            possible = log_p > -np.inf
+            ids, log_p = ids[possible], log_p[possible]
         best = log_p.max()
         if options.top_p < 1:
             mass = np.subtract(row, best, dtype=np.float64)

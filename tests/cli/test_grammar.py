@@ -55,6 +55,9 @@ SAMPLING = {
     "stop": ("12", "\n"),
     "stop_token_ids": (4, 5),
     "ignore_eos": True,
+    "json_schema": '{"type": "integer"}',
+    "regex": "12",
+    "grammar": 'start: "a"',
 }
 
 

@@ -171,6 +171,23 @@ def test_requests_are_answered_in_turn_and_not_mixed_up(bench: Any, runner: Runn
     assert found["right"] >= 8 and found["fewest_answers_of_a_client"] > 0
 
 
+def test_a_response_format_holds_the_answer(client: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9999}},
+              "required": ["n"], "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    asked = {"model": "model", "messages": HI, "seed": 3, "max_tokens": 400}
+    extra = {"temperature": 1, "extra_body": {"ignore_eos": False}}
+    with pytest.raises(openai.BadRequestError, match="unknown field 'ignore_eos'"):
+        client.chat.completions.create(response_format=form, **asked, **extra)
+    with pytest.raises(openai.BadRequestError, match=r"response_format=.* is not valid"):
+        client.chat.completions.create(response_format={"type": "xml"}, **asked)
+    found = client.chat.completions.create(response_format=form, **asked).choices[0]
+    assert set(json.loads(found.message.content)) == {"n"} and found.finish_reason == "stop"
+    bad = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": []}}}
+    with pytest.raises(openai.BadRequestError, match="Unsatisfiable"):
+        client.chat.completions.create(response_format=bad, **asked)
+
+
 # --- who may ask ----------------------------------------------------------------------------------
 
 

@@ -33,6 +33,11 @@ SPELLED = {
     "max_new_tokens": ("--max-new", "--max-new-tokens"),
     "stop_token_ids": ("--stop-token-id",),
 }
+# What the server takes for requests that do not say.
+SERVED = frozenset({
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+})  # fmt: skip
 SHELLS = ("bash", "zsh", "fish")
 INTERACTIVE = {"max_context": "auto", "expert_residency": "auto", "expert_cache_slots": "auto"}
 SIZES = (
@@ -187,7 +192,7 @@ def add_options(
             settings |= {"type": scalar, "metavar": "VALUE"}
         if isinstance(field.default, tuple):
             settings |= {"action": "append", "help": f"{field.description}; repeatable"}
-        if name == "stop":
+        if name in ("stop", "json_schema", "regex", "grammar"):
             settings["type"] = str
         group.add_argument(*SPELLED.get(name, (f"--{name.replace('_', '-')}",)), **settings)
 
@@ -387,7 +392,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "generation (where a request does not say)",
         GenerationOptions,
         {},
-        frozenset({"max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "seed"}),
+        frozenset(GenerationOptions.model_fields) - SERVED,
     )
     add_options(parser, "opening", OpenOptions, INTERACTIVE)
 

@@ -187,7 +187,6 @@ class _Server:
 
     async def chat(self, request: Request) -> Response:
         asked = await self._asked(request, chat=True)
-        asked.check_format()
         tokenizer = self._runner.tokenizer
         template = tokenizer.template.text if tokenizer is not None else None
         messages, tools = asked.messages(template or ""), asked.tools

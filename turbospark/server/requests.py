@@ -77,7 +77,10 @@ class Asked:
         if "stop" in self._body:
             stop = self._body["stop"]
             changes["stop"] = tuple(stop) if isinstance(stop, list) else stop
-        return defaults.replace(**changes)
+        held = self._held()
+        if held:
+            changes["ignore_eos"] = False  # the form sets the end
+        return defaults.replace(**changes, **held)
 
     # --- chats ------------------------------------------------------------------------------------
 
@@ -105,11 +108,20 @@ class Asked:
             raise OptionError("parallel_tool_calls=False is not supported; works: leave it out")
         return tools if tools and choice == "auto" else None
 
-    def check_format(self) -> None:
-        """Refuse a response_format that this build cannot hold a model to."""
+    def _held(self) -> dict[str, Any]:
+        """The schema that response_format asks for, as an option."""
         form = self._typed("response_format", dict, {"type": "text"})
-        if form.get("type") != "text":
-            raise OptionError(f"response_format={short(form)} is not supported; works: type text")
+        if form.get("type") == "text":
+            return {}
+        if form.get("type") == "json_object":
+            return {"json_schema": {"type": "object"}}
+        named = form.get("json_schema")
+        if form.get("type") == "json_schema" and isinstance(named, dict):
+            return {"json_schema": named.get("schema", {})}
+        raise OptionError(
+            f"response_format={short(form)} is not valid; works: type text, json_object, or "
+            "json_schema with a schema"
+        )
 
     def messages(self, template: str) -> list[dict[str, Any]]:
         """The messages as templates take them: arguments as objects, a developer as the system

@@ -123,6 +123,10 @@ class Tokenizer:
         found: str | None = self._backend.id_to_token(id_)
         return found
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        return str(self._backend.to_str())
+
     @property
     def special_tokens(self) -> dict[int, str]:
         """Id -> spelling of the tokens that decoding leaves out."""

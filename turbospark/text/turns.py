@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turbospark.errors import OptionError
 from turbospark.text import calls
 from turbospark.text.stops import StopMatcher
 from turbospark.text.tokenizer import Tokenizer
@@ -105,7 +106,7 @@ def splitter(
     known, name = calls.Tools(tools), tokenizer.dialect.name
     parser: _Spans | _Messages
     if name in ("harmony", "muse"):
-        parser = _Messages(known)
+        parser = _Messages(known, prompt)
         markers: set[str] = set(_CHANNELS)
     else:
         form = _FORMS.get(name, _OTHER)
@@ -113,6 +114,32 @@ def splitter(
         pairs = [*form.think, *(pair[:2] for pair in form.call if known)]
         markers = {m for pair in pairs for m in pair if m} | set(form.inside)
     return Splitter(tokenizer, parser, markers, stop)
+
+
+# What a header must go on with for the answer itself to come next.
+_ANSWERS = {"harmony": "<|channel|>final<|message|>", "muse": " to=user<|message|>"}
+
+
+def answer_only(
+    prompt: str,
+    dialect: str,
+    option: str,
+    tools: Sequence[Any] | None,
+    reasoning: str,
+) -> str:
+    """The prompt after which nothing but the answer comes, for answers held to `option`.
+
+    Raises OptionError where reasoning or calls were to come first.
+    """
+    form = _FORMS.get(dialect, _OTHER)
+    if tools:
+        raise OptionError(f"{option} leaves no room for calls; give tools or {option}, not both")
+    if reasoning != "off" or prompt.rstrip().endswith(tuple(o for o, _ in form.think)):
+        raise OptionError(
+            f"{option} holds the answer from its first token, but this prompt opens with "
+            "reasoning; works: reasoning='off' and a template that heeds it"
+        )
+    return prompt + _ANSWERS.get(dialect, "")
 
 
 class Splitter:
@@ -299,11 +326,12 @@ class _Spans:
 class _Messages:
     """Harmony and Muse: messages with headers, whose channel or recipient says what they are."""
 
-    def __init__(self, tools: calls.Tools) -> None:
+    def __init__(self, tools: calls.Tools, prompt: str) -> None:
         self._calls = _Calls(tools)
         self._text = ""
-        self._header = ""
-        self._in_header = True  # the prompt ends in one
+        # The prompt ends in a header, or just behind one.
+        self._in_header = not prompt.endswith("<|message|>")
+        self._header = "" if self._in_header else prompt[prompt.rfind("<|start|>") :]
         self._end = re.compile("|".join(map(re.escape, (*_ENDS, "<|start|>", "<|channel|>"))))
         self._size = 0
 
