@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from importlib.metadata import version
@@ -113,8 +112,10 @@ def main() -> None:
     peers = [n for n in engines if n.startswith("mlx-lm")]
     best_decode = max(decode[n] for n in peers)
     best_prefill = max(prefill[n] for n in peers)
+    flags = [f"--tokens {args.tokens}", f"--rounds {args.rounds}"]
+    flags += [f"--out {args.out.name}"] if args.out else []
     report = {
-        "command": "python " + " ".join(["benchmarks/cpu_decode.py", *sys.argv[2:]]),
+        "command": f"python benchmarks/cpu_decode.py {' '.join(flags)}",
         "machine": f"{platform.system()} {platform.machine()}, {processor()}, {cores()} cores",
         "versions": {n: version(n) for n in ("mlx", "mlx-lm", "numpy")},
         "model": args.install.name,
