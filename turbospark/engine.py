@@ -1,7 +1,7 @@
 """One open model moving through tokens: chunks, steps, prefix reuse, sessions, counters.
 
-Knows the model, its states and the clock. Does not know text, sampling or files. The only room
-besides the streamed expert store that evaluates arrays.
+Knows the model, its states and the clock. Does not know text, sampling or the session file's
+format. Within a pass only the engine, the expert stores and a drafter's round wait for results.
 """
 
 from __future__ import annotations

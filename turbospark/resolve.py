@@ -289,16 +289,11 @@ def _record_bytes(record: RecordLayout, itemsize: int) -> int:
 
 def refuse_unsupported(options: OpenOptions, family: Family) -> None:
     """Refuse every option whose feature this build or family does not have."""
-    asked = {
-        "vision_sidecar": options.vision_sidecar is not None,
-    }
-    for name, wanted in asked.items():
-        if wanted:
-            value = getattr(options, name)
-            raise UnsupportedError(
-                f"{name}={value} is not supported by this build (family {family.name}); "
-                f"leave {name} at its default"
-            )
+    if options.vision_sidecar is not None:
+        raise UnsupportedError(
+            f"vision_sidecar={options.vision_sidecar} is not supported by this build (family "
+            f"{family.name}); leave vision_sidecar at its default"
+        )
     can = family.capabilities
     causes = {
         "prefix_reuse": (options.prefix_reuse, can.prefix_reuse),

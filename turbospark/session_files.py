@@ -58,10 +58,10 @@ def save(path: Path, session: Session, binding: Mapping[str, str]) -> None:
     arrays = _gather(session)
     mx.eval(arrays)
     marks = [s.position for s in session.snapshots]
-    numbers = {"position": states.position, "furthest": states.furthest}
     metadata = {
         "format": FORMAT,
-        **{name: str(value) for name, value in numbers.items()},
+        "position": str(states.position),
+        "furthest": str(states.furthest),
         "snapshots": " ".join(map(str, marks)),
         "sha256": _digest(arrays),
         **binding,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from turbospark.errors import OptionError
 from turbospark.experts.policy import EMPTY, SlotCache
 
 
@@ -79,16 +78,6 @@ def test_an_avoided_slot_still_serves_hits():
     cache = SlotCache(2, 10)
     ask(cache, 0, 1)
     assert ask(cache, 1, 0, avoiding=(0, 1)).hits == 2
-
-
-def test_a_request_larger_than_the_cache_is_refused_with_both_numbers():
-    with pytest.raises(OptionError, match=r"expert_cache_slots=2 .* at least 3"):
-        SlotCache(2, 10).plan([0, 1, 2])
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(OptionError, match="expert_cache_policy='fifo'"):
-        SlotCache(2, 10, "fifo")
 
 
 def test_a_repeated_id_takes_a_second_slot():

@@ -72,13 +72,6 @@ def test_the_snapshots_kept_are_the_two_newest_and_others_far_apart():
     assert [s.position for s in pool.live.snapshots] == [40, 100, 104, 108]
 
 
-def test_a_drafter_allows_only_a_pure_continuation():
-    pool = SessionPool(1, states)
-    feed(pool.live, [1, 2, 3])
-    assert pool.try_reuse([1, 2, 9, 9], drafting=True) == 0
-    assert pool.try_reuse([1, 2, 3, 9], drafting=True) == 3
-
-
 def test_a_ring_allows_going_back_within_its_slack_only():
     pool = SessionPool(1, lambda: states(RingSpec(1, 4, 4, 8)))
     feed(pool.live, list(range(300)))

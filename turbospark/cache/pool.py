@@ -83,9 +83,6 @@ class SessionPool:
         self.parked = [Session(allocate()) for _ in range(slots - 1)]
         self.ticks = 0
 
-    def __len__(self) -> int:
-        return 1 + len(self.parked)
-
     @property
     def sessions(self) -> list[Session]:
         return [self.live, *self.parked]
@@ -94,18 +91,17 @@ class SessionPool:
     def nbytes(self) -> int:
         return sum(s.nbytes for s in self.sessions)
 
-    def try_reuse(self, ids: Sequence[int], drafting: bool = False) -> int:
+    def try_reuse(self, ids: Sequence[int]) -> int:
         """Make the session that holds most of `ids` live and rewind it; tokens kept, 0 if none.
 
-        Refusing is always safe: the prompt is then fed in full. With `drafting`, only a pure
-        continuation keeps the drafter's own cache aligned.
+        Refusing is always safe: the prompt is then fed in full.
         """
         common = self.live.record.common_prefix(ids)
-        best, reuse = self.live, self._reuse(self.live, ids, drafting)
+        best, reuse = self.live, self._reuse(self.live, ids)
         for session in self.parked:
             if session.record.common_prefix(ids) <= common:
                 continue  # a tie keeps the live one
-            offer = self._reuse(session, ids, drafting)
+            offer = self._reuse(session, ids)
             if offer.kept > reuse.kept:
                 best, reuse = session, offer
         if reuse.kept == 0:
@@ -137,15 +133,13 @@ class SessionPool:
         for session in self.sessions:
             session.reset()
 
-    def _reuse(self, session: Session, ids: Sequence[int], drafting: bool) -> Reuse:
+    def _reuse(self, session: Session, ids: Sequence[int]) -> Reuse:
         keep = session.record.common_prefix(ids)
         back = session.states.position - keep
         if keep == 0 or back < 0:
             return NOTHING
         if back == 0:
             return Reuse(keep)
-        if drafting:
-            return NOTHING
         point: Snapshot | None = None
         if session.states.recurrent:
             points = [s for s in session.snapshots if s.position <= keep]

@@ -15,9 +15,6 @@ class PrefixRecord:
         self.tokens: list[int] = []
         self.tainted = False
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     def record(self, tokens: Sequence[int], position: int) -> None:
         """`tokens` were fed at `position`: append, overwrite what came after, or taint on a gap."""
         if position > len(self.tokens):

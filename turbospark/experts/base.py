@@ -14,8 +14,6 @@ Router = Callable[[mx.array], mx.array]
 class ExpertStore(Protocol):
     """Computes the routed part of a mixture layer wherever its weights are."""
 
-    residency: str
-
     def routed(
         self,
         layer: int,

@@ -112,8 +112,6 @@ class MappedExperts:
     the same record share.
     """
 
-    residency = "mapped"
-
     def __init__(
         self,
         layout: PackedLayout,

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-from turbospark.errors import OptionError
+from typing import Literal
 
 EMPTY = -1
+
+Policy = Literal["lfu", "lru"]
+"""Give up the expert used least, or the one used longest ago."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,13 @@ class Plan:
 
 
 class SlotCache:
-    """`slots` places for `experts` experts; policy "lfu" or "lru".
+    """`slots` places for `experts` experts.
 
     A use is counted per expert and survives its eviction. A planned miss leaves its slot empty
     until `commit`, so a failed read can never leave a slot that claims to hold an expert.
     """
 
-    def __init__(self, slots: int, experts: int, policy: str = "lfu") -> None:
-        if policy not in ("lfu", "lru"):
-            raise OptionError(f"expert_cache_policy={policy!r} is not valid; works: 'lfu' or 'lru'")
+    def __init__(self, slots: int, experts: int, policy: Policy = "lfu") -> None:
         self.policy = policy
         self.held = [EMPTY] * slots
         self.last_use = [0] * slots
@@ -54,11 +54,7 @@ class SlotCache:
         Victims: empty slots first; then (lfu) the held expert used least, then the slot used
         longest ago; ties in slot order.
         """
-        if len(experts) > len(self.held):
-            raise OptionError(
-                f"expert_cache_slots={len(self.held)} is too few: a request needs at least "
-                f"{len(experts)} slots"
-            )
+        assert len(experts) <= len(self.held), "refused at open; waiting would never end"
         hits: dict[int, int] = {}
         reserved = set(self.speculative)
         for i, expert in enumerate(experts):
@@ -87,16 +83,16 @@ class SlotCache:
         for i in plan.misses:
             self.held[plan.slots[i]] = plan.experts[i]
 
-    def reserve(self, experts: Sequence[int], keep: int, avoiding: Collection[int] = ()) -> Plan:
+    def reserve(self, experts: Sequence[int], keep: int) -> Plan:
         """Slots for experts that may be asked for next, leaving at least `keep` evictable.
 
         Experts already held are left out and keep their slots; those beyond the room are left out
         too. The slots stay reserved until `publish`.
         """
-        room = len(self._victims(self.speculative | set(avoiding))) - keep
+        room = len(self._victims(self.speculative)) - keep
         wanted = [e for e in experts if self.slot_of(e) is None][: max(0, room)]
         kept = {slot for slot, held in enumerate(self.held) if held in experts}
-        slots = self._victims(self.speculative | set(avoiding) | kept)[: len(wanted)]
+        slots = self._victims(self.speculative | kept)[: len(wanted)]
         wanted = wanted[: len(slots)]
         for slot in slots:
             self.held[slot] = EMPTY

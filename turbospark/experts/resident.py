@@ -24,8 +24,6 @@ from turbospark.policies import LiveToggles
 class ResidentExperts:
     """Every layer's experts stacked [E, rows, words]; router ids index them directly."""
 
-    residency = "resident"
-
     def __init__(
         self, layers: Mapping[int, ExpertMLP], toggles: LiveToggles, clock: PhaseClock
     ) -> None:

@@ -1,7 +1,7 @@
 """Experts read from SSD on demand into a few slots per layer.
 
 Knows when to plan, read, compute and evaluate. Does not know policies' arithmetic (`policy`),
-files (`reader`) or memory layout (`slots`). Apart from the engine the only room that evaluates.
+files (`reader`) or memory layout (`slots`). Waits once per routed layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from turbospark.counters import PhaseClock
 from turbospark.errors import ReadError
 from turbospark.experts.base import Activation, Router, rows_of
 from turbospark.experts.mlp import token_by_token, weighted_sum
-from turbospark.experts.policy import Plan, SlotCache
+from turbospark.experts.policy import Plan, Policy, SlotCache
 from turbospark.experts.reader import DiskMeter, RecordReader, Room
 from turbospark.experts.routes import ChunkRoutes, in_groups
 from turbospark.experts.slots import SlotPool
@@ -59,15 +59,13 @@ class StreamedExperts:
     each route is computed alone and a token's routes are summed in rank order.
     """
 
-    residency = "streamed"
-
     def __init__(
         self,
         layout: PackedLayout,
         activation: Activation,
         slots: int,
         *,
-        policy: str,
+        policy: Policy,
         strided: bool,
         clock: PhaseClock,
         toggles: LiveToggles,

@@ -36,7 +36,7 @@ def extract(
     the last token of each. "mean_difference" subtracts the groups' means. "pca" pairs the prompts
     and takes the first principal component of the pairs' differences about their midpoints, signed
     and scaled so that it, too, leads from the one mean to the other. Block 0 is left out because
-    files cannot name it. Holds float32 [prompts, layers, hidden]; the live conversation is lost.
+    `save` cannot store it. Holds float32 [prompts, layers, hidden]; the live conversation is lost.
 
     Raises OptionError, and UnsupportedError for a family that is not steered.
     """
@@ -81,7 +81,7 @@ def _check(runner: Runner, positive: list[Any], negative: list[Any], method: str
             "model's own; call set_steering(None) first"
         )
     if runner.arch.num_layers < 2:
-        raise OptionError("extract: this model has one layer, and files cannot name block 0")
+        raise OptionError("extract: this model has one layer, and `save` cannot store block 0")
 
 
 def _along_principal(differences: np.ndarray, shift: np.ndarray) -> np.ndarray:
