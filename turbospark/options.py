@@ -189,7 +189,7 @@ class OpenOptions(FrozenOptions):
         RuntimeToggles(), "a RuntimeToggles", "switches between equivalent ways of computing"
     )
     vision_sidecar: SidecarPath | None = option(
-        None, "a path, 'auto' or None", "the image tower's install"
+        None, "a path, 'auto' or None", "the image tower's install; this build refuses it"
     )
     verify: Literal["none", "receipt", "full"] = option(
         "none", "'none', 'receipt' or 'full'", "checksums to check before opening"

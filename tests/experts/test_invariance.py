@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from oracle_folders import ORACLES
@@ -111,7 +112,7 @@ def test_look_ahead(model: Model) -> None:
         check_reads(runner, found.spent)
         assert found.spent.prefetch_requests > 0
         assert found.spent.prefetch_bytes == found.spent.prefetch_requests * 16384
-        assert 0 <= found.spent.prefetch_hits <= found.spent.prefetch_requests
+        assert 0 < found.spent.prefetch_hits <= found.spent.prefetch_requests
 
 
 def test_mapped(model: Model) -> None:
@@ -121,7 +122,8 @@ def test_mapped(model: Model) -> None:
         assert found.spent.expert_hits == found.spent.expert_requests > 0
         assert found.spent.expert_io_bytes_requested == 0
         assert runner.expert_residency == "mapped"
-        assert runner.resolved.expert_mapping in ("copied per use", "zero-copy")
+        how = "zero-copy" if mx.metal.is_available() else "copied per use"
+        assert runner.resolved.expert_mapping == how
         assert runner.expert_cache_slots == model.top_k  # the scratch holds a token's experts
 
 

@@ -78,8 +78,9 @@ def test_decoding_stays_within_the_printed_formula(large: Path, residency: str) 
         assert found["experts"] == slots * sum(strides)
         assert f"8 slots x {sum(strides)} bytes (one record in 4 layers)" in found["text"]
     else:
-        assert found["experts"] == slots * strides[0]
-        assert "mapped (copied per use)" in found["text"] or "zero-copy" in found["text"]
+        zero_copy = "zero-copy" in found["text"]
+        assert zero_copy or "mapped (copied per use)" in found["text"]
+        assert found["experts"] == (0 if zero_copy else slots * strides[0])
     assert stored >= 8 * found["experts"]
     assert found["requests"] > 128  # the prompt needed far more experts than there are slots
     assert len(found["tokens"]) == 12

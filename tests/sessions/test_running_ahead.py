@@ -62,10 +62,9 @@ def test_a_pass_in_flight_is_dropped_by_whatever_comes_next(runner):
     decode(runner, None, ahead=True, count=3)
     continued = np.array(runner.prefill([5, 6, 7]))
     runner.reset()
-    greedy = decode(runner, None, ahead=False, count=3)
+    decode(runner, None, ahead=False, count=3)
     np.testing.assert_array_equal(np.array(runner.prefill([5, 6, 7])), continued)
     assert runner.position == 46
-    assert np.isfinite(greedy).all()
 
 
 def test_the_last_position_of_the_context_is_still_reached(runner):

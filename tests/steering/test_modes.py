@@ -58,7 +58,6 @@ def test_renorm_keeps_every_rows_length_and_ablate_does_not(alpha: float) -> Non
     lengths = np.linalg.norm(ROWS, axis=1)
     kept = np.linalg.norm(apply(steering((D[0], "renorm", alpha))), axis=1)
     np.testing.assert_allclose(kept / lengths, 1, atol=1e-5)
-    assert np.abs(np.linalg.norm(apply(steering((D[0], "ablate", alpha))), axis=1)).min() > 0
     shorter = np.linalg.norm(apply(steering((D[0], "ablate", min(alpha, 1)))), axis=1)
     assert (shorter < lengths).all()
 

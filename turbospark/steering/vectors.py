@@ -70,7 +70,7 @@ class SteeringSet:
     def load(cls, path: str | Path) -> SteeringSet:
         """Read a control-vector file of llama.cpp, repeng or turbospark. Raises SteeringFileError.
 
-        Files number blocks from 0 and cannot name block 0.
+        Blocks count from 0; only files with layer_base 0 name block 0, and `save` refuses it.
         """
         found = files.read(path)
         return cls.of(
