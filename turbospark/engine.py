@@ -62,6 +62,7 @@ class Engine:
         clock: PhaseClock,
         score_values: int | None = None,
         pick: Callable[[mx.array], mx.array] = likeliest_reference,
+        watcher: Watching | None = None,
     ) -> None:
         self.model = model
         self.store = store
@@ -80,7 +81,7 @@ class Engine:
         """Where the next passes leave every layer's output, for `residuals`."""
         self.kept = 0
         self.evicted = False
-        self.watcher: Watching | None = None
+        self.watcher = watcher
         """The open drafter, where it reads every pass."""
         self.run_ahead = False
         """Guess the next token while the last one is sampled; for greedy decoding on a GPU."""

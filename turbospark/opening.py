@@ -16,6 +16,7 @@ from turbospark.cache.specs import CacheSpec, PackedSpec, SparseSpec
 from turbospark.cache.state import LayerStates
 from turbospark.counters import PhaseClock
 from turbospark.engine import Engine
+from turbospark.experts.base import ExpertStore
 from turbospark.experts.opening import open_experts
 from turbospark.families.base import Family
 from turbospark.install import balance
@@ -85,58 +86,28 @@ def _load(
     held: int,
 ) -> tuple[Engine, int]:
     device = mx.Device(mx.cpu if resolved.device == "cpu" else mx.gpu)
-    dtype = MX_DTYPES[resolved.dtype]
-    best = choices(device, options.kernels)
     clock = PhaseClock()
     toggles = LiveToggles(options.toggles, PASS_TOGGLES)
     with mx.stream(device):
         weights = Weights(
             reader,
             family.weight_shapes(config),
-            dtype,
+            MX_DTYPES[resolved.dtype],
             expand=resolved.weights == "expanded",
-            kernels=best,
+            kernels=choices(device, options.kernels),
             tables=_row_tables(install, family.table_shapes(config), resolved),
         )
-        store = None
-        if install.experts is not None:
-            store = open_experts(
-                install.experts,
-                options,
-                family.expert_activation(config),
-                toggles,
-                clock,
-                residency=resolved.expert_residency,
-                slots=resolved.expert_cache_slots,
-                device=device,
-                dtype=dtype,
-            )
+        store = _store(install, options, family, config, resolved, toggles, clock, device)
+        if store is not None:
             reader.report(held)
         model = family.build(config, weights, store)
         if store is not None:
             toggles.add_effective(store.effective)
         if any(isinstance(spec, SparseSpec) for spec in specs):
             toggles.add_effective({"qsa_force_dense"})
-        tables = _balance(install, specs)
-        pool = SessionPool(
-            resolved.session_slots,
-            lambda: LayerStates(
-                specs,
-                resolved.max_context,
-                dtype,
-                options.swa_ring_capacity,
-                options.kernels,
-                tables,
-            ),
-        )
+        pool = _sessions(install, options, specs, resolved)
         watcher = open_watching(
-            resolved.drafter,
-            family,
-            config,
-            weights,
-            model,
-            lambda: pool.live.states,
-            toggles,
+            resolved.drafter, family, config, weights, model, lambda: pool.live.states, toggles
         )
     engine = Engine(
         model,
@@ -150,10 +121,54 @@ def _load(
         clock=clock,
         pick=likeliest if options.kernels == "auto" else likeliest_reference,
         score_values=SCORE_BYTES // (4 * install.arch.num_heads) if device == mx.cpu else None,
+        watcher=watcher,
     )
-    engine.watcher = watcher
     held_rows = sum(t.nbytes for t in weights.tables.values() if t.words is not None)
     return engine, weights.nbytes + held_rows
+
+
+def _store(
+    install: Install,
+    options: OpenOptions,
+    family: Family,
+    config: Any,
+    resolved: Resolved,
+    toggles: LiveToggles,
+    clock: PhaseClock,
+    device: mx.Device,
+) -> ExpertStore | None:
+    """Where the experts are; None for a dense model. Raises ReadError."""
+    if install.experts is None:
+        return None
+    return open_experts(
+        install.experts,
+        options,
+        family.expert_activation(config),
+        toggles,
+        clock,
+        residency=resolved.expert_residency,
+        slots=resolved.expert_cache_slots,
+        device=device,
+        dtype=MX_DTYPES[resolved.dtype],
+    )
+
+
+def _sessions(
+    install: Install, options: OpenOptions, specs: list[CacheSpec], resolved: Resolved
+) -> SessionPool:
+    """The caches of every conversation, allocated. Raises IndexCorruptError."""
+    tables = _balance(install, specs)
+    return SessionPool(
+        resolved.session_slots,
+        lambda: LayerStates(
+            specs,
+            resolved.max_context,
+            MX_DTYPES[resolved.dtype],
+            options.swa_ring_capacity,
+            options.kernels,
+            tables,
+        ),
+    )
 
 
 def _row_tables(

@@ -458,12 +458,7 @@ COMBINE_KERNEL = Kernel(
 
 
 def launch_combine(
-    q: mx.array,
-    o: mx.array,
-    ml: mx.array,
-    sinks: mx.array | None,
-    dtype: mx.Dtype,
-    tuning: Tuning,
+    q: mx.array, o: mx.array, ml: mx.array, sinks: mx.array | None, dtype: mx.Dtype, tuning: Tuning
 ) -> Launch:
     """The result [1, M, H * D] of `dtype`, turned back; sinks float32 [H, M]."""
     heads, rows, dim = q.shape

@@ -259,8 +259,11 @@ class SteeringVector(FrozenOptions):
     def _default_mode(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("mode") is None:
             found = values.get("set")
-            declares = found if isinstance(found, dict) else getattr(found, "__dict__", {})
-            return {**values, "mode": declares.get("declared_mode") or SteeringMode.ABLATE}
+            if isinstance(found, dict):  # a set as it is written to JSON
+                declared = found.get("declared_mode")
+            else:
+                declared = getattr(found, "declared_mode", None)
+            return {**values, "mode": declared or cls.model_fields["mode"].default}
         return values
 
     def __str__(self) -> str:
