@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from turbospark import display
+from turbospark.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,24 @@ class MemoryReport(display.Shown):
             ("mlx", self.active, f"now; peak {_mib(self.peak)}, cached {_mib(self.cache)}"),
         ]
         return "\n".join(f"{name:<8} {_mib(count):>12}  {how}" for name, count, how in rows)
+
+
+def report(engine: Engine, weights: int, drafting: tuple[int, int, int]) -> MemoryReport:
+    """Of an open engine with so many bytes of weights; `drafting`: weights, experts and KV of its
+    drafter.
+    """
+    store, sessions = engine.store, engine.pool.sessions
+    return MemoryReport(
+        weights=weights + drafting[0],
+        experts=drafting[1] + (store.nbytes if store is not None else 0),
+        kv=drafting[2] + engine.pool.nbytes,
+        active=mx.get_active_memory(),
+        peak=mx.get_peak_memory(),
+        cache=mx.get_cache_memory(),
+        expert_formula=store.formula if store is not None else "none",
+        kv_formula=f"{len(sessions)} conversation(s) of up to {engine.max_context} tokens, "
+        f"{sum(len(s.snapshots) for s in sessions)} states kept to go back to",
+    )
 
 
 def _mib(count: int) -> str:

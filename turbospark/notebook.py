@@ -13,7 +13,8 @@ from turbospark import display
 from turbospark.cli.console import interruptible
 from turbospark.generation import Event, Finished, GenerationResult, Prefill, Tail, Token
 from turbospark.options import GenerationOptions
-from turbospark.runner import Prompt, Runner
+from turbospark.runner import Runner
+from turbospark.text.prompts import Prompt
 
 PERIOD = 0.1
 """Seconds between two pictures of a stream: notebooks keep up with ten a second."""

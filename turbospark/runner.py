@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from turbospark import display
+from turbospark import display, memory
 from turbospark.counters import PhaseCounters
 from turbospark.drafting import Drafting, check_draft_tokens, open_drafting
 from turbospark.engine import Engine
@@ -24,8 +24,6 @@ from turbospark.errors import (
     RunnerBusyError,
     RunnerClosedError,
     SpeculationUnavailableError,
-    TokenIdError,
-    TokenizerMissingError,
     UnsupportedError,
 )
 from turbospark.families import family_for_wire
@@ -55,10 +53,9 @@ from turbospark.speculation.stats import SpeculationStats
 from turbospark.steered import Steered, placed
 from turbospark.steering import SteeringPolicy
 from turbospark.text.grammar import Constraint
+from turbospark.text.prompts import Prompt, encode, needed
 from turbospark.text.tokenizer import Tokenizer, load_with_stops
 from turbospark.text.turns import Piece, answer_only, splitter
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class Runner(display.Shown, Steered):
@@ -276,17 +273,16 @@ class Runner(display.Shown, Steered):
         or xhigh. Prefill comes before, Finished, with the text as the model wrote it, at the end.
         Refusals are raised by this call.
         """
-        if self.tokenizer is None:
-            raise self._no_tokenizer("a chat")
+        tokenizer = needed(self.tokenizer, "a chat", self.path)
         chosen = GenerationOptions.of(options).replace(**changes)
-        prompt = self.tokenizer.render(
+        prompt = tokenizer.render(
             messages, tools=tools, reasoning=reasoning, now=self.options.chat_date
         )
         if chosen.constraint is not None:
-            dialect, option = self.tokenizer.dialect.name, chosen.constraint[0]
+            dialect, option = tokenizer.dialect.name, chosen.constraint[0]
             prompt = answer_only(prompt, dialect, option, tools, reasoning)
-        ids = self.tokenizer.encode(prompt, add_special=False)
-        split = splitter(self.tokenizer, prompt, tools, chosen.stop)
+        ids = tokenizer.encode(prompt, add_special=False)
+        split = splitter(tokenizer, prompt, tools, chosen.stop)
         return pieces(self.stream(ids, chosen, cancel=cancel), split)
 
     def _events(
@@ -329,28 +325,8 @@ class Runner(display.Shown, Steered):
 
     def encode(self, prompt: Prompt, **template: Any) -> list[int]:
         """Token ids of a text, of chat messages (through the template), or the ids themselves."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise self._no_tokenizer("a text prompt")
-            return self.tokenizer.encode(prompt)
-        try:
-            items: list[Any] = list(prompt)
-        except TypeError:
-            raise TokenIdError(
-                f"prompt={short(prompt)}; expected a text, a list of messages or of token ids"
-            ) from None
-        if items and isinstance(items[0], Mapping):
-            if self.tokenizer is None:
-                raise self._no_tokenizer("a list of chat messages")
-            dated = {"now": self.options.chat_date, **template}
-            return self.tokenizer.encode_chat(items, **dated)
-        return items
-
-    def _no_tokenizer(self, what: str) -> TokenizerMissingError:
-        return TokenizerMissingError(
-            f"{what} needs a tokenizer, and {self.path} has no tokenizer.json; "
-            "pass token ids, or convert a checkpoint that carries its tokenizer"
-        )
+        dated = {"now": self.options.chat_date, **template}
+        return encode(prompt, self.tokenizer, self.path, dated)
 
     # --- what is open -----------------------------------------------------------------------------
 
@@ -379,20 +355,8 @@ class Runner(display.Shown, Steered):
     @property
     def memory(self) -> MemoryReport:
         """Planned bytes of this runner, and MLX's live figures for the whole process."""
-        engine = self._open_engine()
-        store, sessions = engine.store, engine.pool.sessions
-        weights, experts, kv = self._drafting.memory if self._drafting else (0, 0, 0)
-        return MemoryReport(
-            weights=self._weights_bytes + weights,
-            experts=experts + (store.nbytes if store is not None else 0),
-            kv=kv + engine.pool.nbytes,
-            active=mx.get_active_memory(),
-            peak=mx.get_peak_memory(),
-            cache=mx.get_cache_memory(),
-            expert_formula=store.formula if store is not None else "none",
-            kv_formula=f"{len(sessions)} conversation(s) of up to {self.max_context} tokens, "
-            f"{sum(len(s.snapshots) for s in sessions)} states kept to go back to",
-        )
+        drafting = self._drafting.memory if self._drafting else (0, 0, 0)
+        return memory.report(self._open_engine(), self._weights_bytes, drafting)
 
     @property
     def phase_counters(self) -> PhaseCounters:
