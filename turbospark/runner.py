@@ -57,6 +57,9 @@ from turbospark.text.prompts import Prompt, encode, needed
 from turbospark.text.tokenizer import Tokenizer, load_with_stops
 from turbospark.text.turns import Piece, answer_only, splitter
 
+PROBE_TOKENS = 64
+"""What `probe_speculation` generates: enough rounds to tell a broken drafter."""
+
 
 class Runner(display.Shown, Steered):
     """A model ready to generate; made by `Runner.open`.
@@ -396,10 +399,13 @@ class Runner(display.Shown, Steered):
     def probe_speculation(
         self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any
     ) -> SpeculationStats:
-        """Generate, and say what drafting brought.
+        """Generate, 64 tokens at most where nothing else is asked, and say what drafting brought.
 
-        Raises SpeculationUnavailableError where fewer than 2 % of first proposals are accepted.
+        Raises SpeculationUnavailableError where fewer than 2 % of at least 50 first proposals are
+        accepted, or nothing is proposed; prompt lookup, which has no weights, is not judged.
         """
+        if options is None:
+            changes = {"max_new_tokens": PROBE_TOKENS, **changes}
         stats = self.generate(prompt, options, **changes).speculation
         if stats is None:
             raise SpeculationUnavailableError("nothing was drafted: no drafter, or draft_tokens=0")

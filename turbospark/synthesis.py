@@ -130,12 +130,15 @@ def synth_config(
 ) -> dict[str, Any]:
     """config.json of a synthetic model: the small one of its type, resized.
 
+    The type of a model with an image tower, such as qwen4_exp, gives its text half.
     Raises OptionError for a size that the model type has no key for.
     """
     if model_type not in CONFIGS:
-        raise OptionError(
-            f"no synthetic configuration for {model_type!r}; known: {', '.join(CONFIGS)}"
-        )
+        whole, model_type = model_type, f"{model_type}_text"
+        if model_type not in CONFIGS:
+            raise OptionError(
+                f"no synthetic configuration for {whole!r}; known: {', '.join(CONFIGS)}"
+            )
     config = {"model_type": model_type, **CONFIGS[model_type]}
     for option, value in sizes.items():
         key = next((k for k in _KEYS[option] if k in config), None)

@@ -31,6 +31,12 @@ def test_every_figure_has_its_conditions_beside_it(turbospark: Command) -> None:
     assert data["peak_resident_bytes"] > data["memory"]["weights"] > 0
 
 
+def test_prompt_lookup_that_guesses_wrong_is_measured_all_the_same(turbospark: Command) -> None:
+    lookup = ("--speculative", 4, "--speculative-drafter", "lookup")
+    found = turbospark("bench", "wordless", "--prompt-tokens", 64, *SHORT[2:], *lookup, "--json")
+    assert found.code == 0 and json.loads(found.out)["speculation"]["drafter"] == "prompt_lookup"
+
+
 def test_the_text_says_the_same(turbospark: Command) -> None:
     text = turbospark("bench", "tiny", *SHORT).out
     for word in (

@@ -128,6 +128,13 @@ def test_a_skewed_router_prefers_some_experts(tmp_path: Path, bits: int | None) 
     assert len({int(row.argmax()) for row in norms(0.75)}) > 1  # each layer has its own order
 
 
+@pytest.mark.parametrize("model_type", ["qwen4_exp", "gemma3", "qwen3_5_moe"])
+def test_the_type_of_a_whole_model_makes_its_text_half(model_type: str) -> None:
+    made = synth_config(model_type, {"layers": 2})
+    assert made == synth_config(f"{model_type}_text", {"layers": 2})
+    assert made["model_type"] == f"{model_type}_text"
+
+
 def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
     dest = tmp_path / "m.gturbo"
     with pytest.raises(OptionError, match="no synthetic configuration for 'gpt2'; known: llama"):

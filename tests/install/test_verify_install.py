@@ -75,7 +75,8 @@ def test_sizes_are_checked_under_every_policy(path: Path) -> None:
 
 def test_a_receipt_is_bound_to_the_path(path: Path, tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "copy")
-    with pytest.raises(ReceiptInvalidError, match=r"it was issued for .*m\.gturbo, not for .*copy"):
+    text = r"it was issued for .*m\.gturbo, not for .*copy; `turbospark check .*copy --receipt`"
+    with pytest.raises(ReceiptInvalidError, match=text):
         Install.open(tmp_path / "copy", verify="receipt")
     (tmp_path / "link").symlink_to(path)  # the same place under another name
     Install.open(tmp_path / "link", verify="receipt").close()

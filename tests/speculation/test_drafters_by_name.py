@@ -235,6 +235,11 @@ def test_a_probe_fails_where_first_proposals_are_hardly_ever_accepted(
     with pytest.raises(SpeculationUnavailableError, match=r"1 of 100 first proposals .* than 2%"):
         broken.check()
     SpeculationStats("mtp", 2, rounds=100, offered=(100, 2), matched=(2, 0)).check()
+    SpeculationStats("mtp", 2, rounds=49, offered=(49, 0), matched=(0, 0)).check()  # too few
+    with pytest.raises(SpeculationUnavailableError, match="0 of 50 first proposals"):
+        SpeculationStats("mtp", 2, rounds=50, offered=(50, 0), matched=(0, 0)).check()
+    for offered in ((100, 0), (0, 0)):  # no weights that could be broken
+        SpeculationStats("prompt_lookup", 2, rounds=100, offered=offered, matched=(0, 0)).check()
     with pytest.raises(SpeculationUnavailableError, match="proposed nothing in 9 rounds"):
         SpeculationStats("mtp", 2, rounds=9, offered=(0, 0), matched=(0, 0)).check()
     with (
@@ -245,6 +250,9 @@ def test_a_probe_fails_where_first_proposals_are_hardly_ever_accepted(
     path = installed("llama-base")
     options = OpenOptions(**CPU, speculation=DraftPolicies(draft_model=path))
     with Runner.open(path, options) as runner:
+        assert (
+            runner.probe_speculation([1, 2], ignore_eos=True).committed == 63
+        )  # of 64, by default
         stats = runner.probe_speculation([1, 2], **GREEDY)
         assert (
             stats.per_position_acceptance

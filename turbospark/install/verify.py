@@ -118,7 +118,10 @@ def write_receipt(directory: Path | str, manifest: Manifest) -> None:
 
 
 def _invalid(directory: Path, detail: str) -> ReceiptInvalidError:
-    return ReceiptInvalidError(f"{directory / RECEIPT_NAME}: {detail}; verify the install in full")
+    return ReceiptInvalidError(
+        f"{directory / RECEIPT_NAME}: {detail}; "
+        f"`turbospark check {directory} --receipt` hashes every file and writes a new receipt"
+    )
 
 
 def _check_receipt(directory: Path, manifest: Manifest) -> None:

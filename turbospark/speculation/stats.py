@@ -11,6 +11,8 @@ from turbospark.errors import SpeculationUnavailableError
 
 LEAST_ACCEPTANCE = 0.02
 """Below this share of accepted first proposals a drafter is broken, not just weak."""
+ENOUGH = 50
+"""First proposals from which on that share is judged: of fewer, one more would decide."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,18 @@ class SpeculationStats(display.Shown):
     def check(self) -> None:
         """Raise SpeculationUnavailableError where first proposals are hardly ever accepted.
 
-        A broken drafter otherwise passes for one that does not pay.
+        A broken drafter otherwise passes for one that does not pay. Fewer than 50 first proposals
+        prove nothing, and prompt lookup has no weights that could be broken: both pass.
         """
+        if self.drafter == "prompt_lookup":
+            return
         first = self.offered[0] if self.offered else 0
         if first == 0:
             raise SpeculationUnavailableError(
                 f"drafter {self.drafter} proposed nothing in {self.rounds} rounds; "
                 "try a longer answer or another prompt"
             )
-        if self.matched[0] < LEAST_ACCEPTANCE * first:
+        if first >= ENOUGH and self.matched[0] < LEAST_ACCEPTANCE * first:
             raise SpeculationUnavailableError(
                 f"drafter {self.drafter}: {self.matched[0]} of {first} first proposals were "
                 f"accepted, less than {LEAST_ACCEPTANCE:.0%}; its weights do not fit this model, "
