@@ -108,6 +108,10 @@ class ModelFormatError(TurbosparkError):
     """A .gturbo directory that cannot be opened."""
 
 
+class ModelNotFoundError(ModelFormatError):
+    """No directory at that path, and no installed model of that name."""
+
+
 class PartialInstallError(ModelFormatError):
     """No manifest.json: the install was never completed."""
 

@@ -132,12 +132,12 @@ class OpenOptions(FrozenOptions):
     load_guard: LoadGuard | Positive = option(
         LoadGuard.RELAXED,
         "'off', 'relaxed', 'balanced', 'strict' or a number of bytes > 0",
-        "memory an open may plan to use",
+        "how much of the machine an open leaves free; bytes cap expert slots + KV, not weights",
     )
     expert_cache_slots: AutoOrPositive = option(
         EXPERT_CACHE_SLOTS,
         "an integer >= 1 or 'auto'",
-        "experts kept per layer when streaming; capped at the expert count",
+        "experts kept per layer when streaming; capped at the expert count, and that when resident",
     )
     expert_residency: ExpertResidency = option(
         ExpertResidency.STREAMED,
@@ -151,7 +151,9 @@ class OpenOptions(FrozenOptions):
         "lfu", "'lfu' or 'lru'", "which expert a full cache gives up"
     )
     expert_lookahead: Bool = option(
-        False, "True or False", "read the experts that the next layer will probably ask for"
+        False,
+        "True or False",
+        "read the experts that the next layer will probably ask for (streamed)",
     )
     expert_disk_io: Bool = option(
         False, "True or False", "measure which expert bytes came from the disk (Linux)"
@@ -172,7 +174,9 @@ class OpenOptions(FrozenOptions):
         None, "a SteeringPolicy or None", "directional edits of the residual stream; None is off"
     )
     session_slots: Positive = option(
-        1, "an integer >= 1", "conversations kept at once: one live, the rest parked"
+        1,
+        "an integer >= 1",
+        "conversations kept at once: one live, the rest parked; found again by prefix_reuse",
     )
     prefix_reuse: Bool = option(
         False, "True or False", "keep the cache of a shared prompt prefix between calls"

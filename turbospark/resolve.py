@@ -101,6 +101,8 @@ def resolve(
 ) -> Resolved:
     """Choose and refuse; raises OptionError or UnsupportedError naming the option."""
     refuse_unsupported(options, family)
+    _refuse_idle(options, install)
+    _warn_unreachable(options)
     device = resolve_device(options.device)
     residency, slots = _experts(options, install)
     dtype = _dtype(options.dtype, device, install)
@@ -241,8 +243,22 @@ def _warn_past_training(context: int, trained: int | None) -> None:
         )
 
 
+def _warn_unreachable(options: OpenOptions) -> None:
+    if options.session_slots > 1 and not options.prefix_reuse:
+        warnings.warn(
+            f"session_slots={options.session_slots} without prefix_reuse allocates caches that no "
+            "prompt finds again; use prefix_reuse=True, or session_slots=1",
+            stacklevel=5,  # the caller of Runner.open
+        )
+
+
 def _check_ring(capacity: int | None, context: int, specs: Sequence[CacheSpec]) -> None:
-    """Refuse a ring that is shorter than a window which does turn."""
+    """Refuse a ring that no layer has, and one that is shorter than a window which does turn."""
+    if capacity is not None and not any(isinstance(s, RingSpec) for s in specs):
+        raise OptionError(
+            f"swa_ring_capacity={capacity} has no effect: no layer of this model attends to a "
+            "sliding window; leave it at None"
+        )
     windows = [s.window for s in specs if isinstance(s, RingSpec) and s.window < context]
     if capacity is not None and capacity < max(windows, default=0):
         raise OptionError(
@@ -307,6 +323,27 @@ def refuse_unsupported(options: OpenOptions, family: Family) -> None:
                 f"{name}={getattr(options, name)} is not supported by family {family.name}: "
                 f"{cause}; leave {name} at its default"
             )
+
+
+def _refuse_idle(options: OpenOptions, install: Install) -> None:
+    """Refuse what was asked for by name and would change nothing in this install."""
+    if options.ngram_table == "resident" and not _tables(install):
+        raise OptionError(
+            "ngram_table='resident' has no effect: this install has no tables of hashed n-grams; "
+            "leave it at 'mapped'"
+        )
+    if not options.expert_lookahead:
+        return
+    if install.experts is None:
+        raise OptionError(
+            "expert_lookahead=True has no effect: this model has no routed experts; leave it False"
+        )
+    if options.expert_residency in (ExpertResidency.MAPPED, ExpertResidency.RESIDENT):
+        raise OptionError(
+            f"expert_lookahead=True has no effect with expert_residency="
+            f"'{options.expert_residency}': experts are read ahead into slots, so it takes "
+            "'streamed'"
+        )
 
 
 def resolve_device(asked: str) -> str:
@@ -385,6 +422,8 @@ def _experts(options: OpenOptions, install: Install) -> tuple[str, int]:
         residency = auto_residency(physical, resident, per_slot, zero_copy(install.experts))
     wanted = options.expert_cache_slots
     slots = min(auto_slots(physical, resident, per_slot) if wanted == "auto" else wanted, count)
+    if residency == "resident":
+        slots = count  # all are held, whatever a cache would have kept
     if residency == "mapped":
         slots = max(slots, install.arch.top_k_experts)  # a scratch, not a cache
     if residency == "streamed" and slots < install.arch.top_k_experts:

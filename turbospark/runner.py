@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -93,6 +94,7 @@ class Runner(display.Shown, Steered):
         # What caches depend on besides tokens and shapes.
         self._binding = {
             "install": manifest_sha256,
+            "about_install": path.name,
             "dtype": resolved.dtype,
             "kv_quant": resolved.kv_quant,
             "kv_balance": resolved.kv_balance,
@@ -210,8 +212,9 @@ class Runner(display.Shown, Steered):
         """Make a saved conversation the live one -> its number of tokens.
 
         The present one is parked when `session_slots` leave room, else forgotten. With
-        `prefix_reuse` the next prompt continues from what it shares; `prefill` and `step` always
-        do. Raises SessionFileError, and then nothing has changed.
+        `prefix_reuse` the next prompt continues from what it shares, without it a prompt forgets
+        the session, with a warning; `prefill` and `step` always continue it. Raises
+        SessionFileError, and then nothing has changed.
         """
         with self._exclusive() as engine:
             return engine.load(Path(path), self._binding)
@@ -258,6 +261,12 @@ class Runner(display.Shown, Steered):
         admit(engine, tokens, chosen, self.tokenizer)
         check_draft_tokens(chosen, self._drafting)
         constraint = Constraint.of(chosen, self.tokenizer, engine.vocab_size)
+        if engine.pool.live.loaded and not engine.prefix_reuse:
+            warnings.warn(
+                f"this prompt forgets the loaded session of {engine.position} tokens, since "
+                "prefix_reuse is off; set runner.prefix_reuse = True to continue it",
+                stacklevel=2,
+            )
         return self._events(tokens, chosen, cancel, constraint)
 
     def chat(

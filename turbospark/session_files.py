@@ -29,6 +29,17 @@ _DTYPES = {
     "F32": mx.float32, "BF16": mx.bfloat16, "F16": mx.float16, "I32": mx.int32, "U32": mx.uint32,
     "U16": mx.uint16, "U8": mx.uint8,
 }  # fmt: skip
+ABOUT = "about_"
+"""Before the name of a binding: words for people about its value, which need not agree."""
+_REMEDIES = {
+    "install": "open the install that made it",
+    "dtype": "open with that dtype",
+    "kv_quant": "open with that kv_quant",
+    "kv_balance": "use the tables that `turbospark calibrate` had written when it was saved",
+    "drafter": "open with that drafter",
+    "steering": "set that steering before loading",
+}
+_SHOWN = 12  # digits of a digest that tell two apart
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Arrays = dict[str, mx.array]
@@ -47,14 +58,18 @@ class Saved:
 def save(path: Path, session: Session, binding: Mapping[str, str]) -> None:
     """Write `session` to `path`, whole or not at all.
 
-    `binding`: names and values that must be the same wherever the file is read. Raises
-    SessionFileError, SessionBrokenError.
+    `binding`: names and values that must be the same wherever the file is read, and under "about_"
+    and a name what a refusal calls its value. Raises SessionFileError, SessionBrokenError.
     """
     states = session.states
     if session.record.tainted:
         raise SessionBrokenError("a session whose last pass failed cannot be saved; call reset()")
     if states.position == 0:
         raise SessionFileError(f"{path}: there is nothing to save: the live session is empty")
+    if not path.parent.is_dir():
+        raise SessionFileError(
+            f"{path}: cannot be written: there is no folder {path.parent}; make it first"
+        )
     arrays = _gather(session)
     mx.eval(arrays)
     marks = [s.position for s in session.snapshots]
@@ -69,12 +84,14 @@ def save(path: Path, session: Session, binding: Mapping[str, str]) -> None:
     path = Path(os.path.abspath(path))  # noqa: PTH100 (resolve() would follow a link)
     partial = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
     try:
+        partial.touch()  # says why a folder takes no file; MLX would not
         mx.save_safetensors(str(partial), arrays, metadata)
         sync_path(partial)
         partial.replace(path)
         sync_path(path.parent)
     except (OSError, RuntimeError) as error:
-        raise SessionFileError(f"{path}: cannot be written: {error}") from error
+        reason = getattr(error, "strerror", None) or str(error).replace(str(partial), path.name)
+        raise SessionFileError(f"{path}: cannot be written: {printable(reason)}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -90,7 +107,8 @@ def load(path: Path, states: LayerStates, binding: Mapping[str, str], vocab_size
         with path.open("rb") as file:
             return _load(path, file.fileno(), states, binding, vocab_size)
     except ModelFormatError as error:  # raised by the readers that installs use too
-        raise SessionFileError(f"{path}: {error}") from error
+        what = str(error).removeprefix(f"{path}: ")
+        raise SessionFileError(f"{path}: {what}") from error
     except OSError as error:
         raise SessionFileError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -105,6 +123,7 @@ def put(saved: Saved, session: Session) -> None:
     states.position, states.furthest = len(saved.tokens), saved.furthest
     session.record.record(saved.tokens, 0)
     session.snapshots = list(saved.snapshots)
+    session.loaded = True
 
 
 # --- naming ---------------------------------------------------------------------------------------
@@ -145,12 +164,14 @@ def _load(
     header, start = _header(path, fd)
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-        raise SessionFileError(f"{path}: not a saved session of this version ({FORMAT})")
+        raise SessionFileError(
+            f"{path}: is not a session file of this version ({FORMAT}); save_session writes one"
+        )
     for name, ours in binding.items():
-        if metadata.get(name) != ours:
+        if not name.startswith(ABOUT) and metadata.get(name) != ours:
             raise SessionFileError(
-                f"{path}: made with {name} {printable(str(metadata.get(name)))}, but this runner "
-                f"has {name} {ours}"
+                f"{path}: made with {name} {_words(name, metadata)}, but this runner has {name} "
+                f"{_words(name, binding)}; {_REMEDIES[name]}"
             )
     position, furthest, marks = _numbers(path, metadata, states)
     wanted = _expected(states, position, furthest, marks)
@@ -174,20 +195,34 @@ def _load(
     return Saved(tokens.tolist(), furthest, layers, snapshots)
 
 
+def _words(name: str, values: Mapping[str, Any]) -> str:
+    """A binding's value for people: what it is called, and the head of its digest."""
+    value, about = printable(str(values.get(name))), values.get(ABOUT + name)
+    short = value[:_SHOWN] if len(value) == 64 else value
+    return short if about is None or about == short else f"'{printable(str(about))}' ({short})"
+
+
 def _header(path: Path, fd: int) -> tuple[dict[str, Any], int]:
     """The header's object and where the data begins."""
     size = os.fstat(fd).st_size
+    if size < 8:
+        raise SessionFileError(f"{path}: is not a session file: it has {size} bytes")
     prefix = bytearray(8)
     read_exactly(fd, prefix, 0, "header length")
     (length,) = struct.unpack("<Q", prefix)
     if length > min(HEADER_CAP, size - 8):
         raise SessionFileError(
-            f"{path}: header of {length} bytes in a file of {size}; "
-            f"expected at most {min(HEADER_CAP, size - 8)}"
+            f"{path}: is not a session file, or cut short: it announces a header of {length} "
+            f"bytes, and has {size}"
         )
     text = bytearray(length)
     read_exactly(fd, text, 8, "header")
-    return parse_json(bytes(text), "header"), 8 + length
+    try:
+        return parse_json(bytes(text), "header"), 8 + length
+    except ModelFormatError as error:
+        raise SessionFileError(
+            f"{path}: is not a session file: {error} (of {length} bytes, the file has {size})"
+        ) from error
 
 
 def _numbers(

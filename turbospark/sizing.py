@@ -182,12 +182,17 @@ class Load:
 
 
 def check_load(load: Load, context: int, guard: LoadGuard | int) -> None:
-    """Refuse an explicit context that does not fit, with the subtraction. Raises OptionError."""
+    """Refuse an explicit context that does not fit, with the subtraction. Raises OptionError.
+
+    A guard in bytes caps expert slots + KV, which options decide; weights are what the model is,
+    and count against the machine alone.
+    """
     kv = load.kv(context)
     if isinstance(guard, int) and load.experts + kv > guard:
         raise OptionError(
-            f"load_guard={guard} bytes: expert slots {_mib(load.experts)} + KV {_mib(kv)} exceed "
-            f"{_mib(guard)}; lower max_context={context}, expert_cache_slots or session_slots"
+            f"load_guard={guard} bytes caps expert slots + KV (weights beside them): "
+            f"{load.experts} + {kv} = {load.experts + kv} bytes; lower max_context={context}, "
+            "expert_cache_slots or session_slots"
         )
     tier = GUARDS[LoadGuard.RELAXED if isinstance(guard, int) else guard]
     if guard is LoadGuard.OFF or not load.physical:

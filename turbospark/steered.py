@@ -87,6 +87,7 @@ class Steered:
         self.steering = policy if policy.is_active else None
         self.resolved = replace(self.resolved, steering=policy.line(self.arch.num_layers))
         self._binding["steering"] = policy.digest
+        self._binding["about_steering"] = self.resolved.steering or "off"
 
     def residuals(self, prompt: Any) -> mx.array:
         """float32 [layers, hidden]: the residual stream after every layer, at the last token of a

@@ -215,7 +215,7 @@ def test_an_option_that_cannot_be_is_one_line_and_exit_code_2(
     [
         (["run", "tinny", "hi"], "neither a directory nor an installed model; installed: tiny"),
         (["info", "nothing"], "neither a directory nor an installed model"),
-        (["run", "some/model", "hi"], "; `turbospark pull some/model` installs it from the Hub"),
+        (["run", "some/model", "hi"], "`turbospark pull some/model` installs from the Hub"),
         (["chat", "wordless"], "a list of chat messages needs a tokenizer"),
         (["info", __file__], "is a file; an install is a directory, `turbospark convert` makes"),
         (["info", str(Path(__file__).parent)], "a checkpoint is opened after `turbospark convert`"),
@@ -238,7 +238,7 @@ def test_a_refusal_is_one_line_and_exit_code_1(
 def test_with_json_a_refusal_is_an_object_as_well(turbospark: Command) -> None:
     found = turbospark("info", "nothing", "--json")
     error = json.loads(found.out)["error"]
-    assert found.code == 1 and error["type"] == "PartialInstallError"
+    assert found.code == 1 and error["type"] == "ModelNotFoundError"
     assert found.err == f"turbospark: {error['message']}\n"
 
 

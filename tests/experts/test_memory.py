@@ -92,7 +92,7 @@ def test_decoding_stays_within_the_printed_formula(large: Path, residency: str) 
 
 def test_the_report_adds_up(installed: Callable[[str], Path]) -> None:
     path = installed("mlx-qwen3_moe-base-4bit")
-    options = OpenOptions(max_context=64, session_slots=2)
+    options = OpenOptions(max_context=64, session_slots=2, prefix_reuse=True)
     for residency in ("streamed", "mapped", "resident"):
         with Runner.open(path, options.replace(expert_residency=residency)) as runner:
             report = runner.memory

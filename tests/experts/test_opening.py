@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,38 @@ def test_disk_bytes_are_measured_on_request(installed: Callable[[str], Path]) ->
         runner.prefill([1, 2, 3])
         seen = runner.phase_counters
         assert seen.expert_io_samples > 0 and seen.expert_io_bytes_physical is not None
+    with Runner.open(path, options) as runner:
+        phases = runner.generate([1, 2, 3], max_new_tokens=2).phases
+        assert phases.expert_io_samples > 0
+        assert phases.expert_io_bytes_physical == runner.phase_counters.expert_io_bytes_physical
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (NAME, {"swa_ring_capacity": 40}, "swa_ring_capacity=40 has no effect: no layer"),
+        (NAME, {"ngram_table": "resident"}, "ngram_table='resident' has no effect"),
+        (
+            NAME,
+            {"expert_lookahead": True, "expert_residency": "mapped"},
+            "expert_lookahead=True has no effect with expert_residency='mapped'",
+        ),
+        ("llama-base", {"expert_lookahead": True}, "has no effect: this model has no routed"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    installed: Callable[[str], Path], name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        Runner.open(installed(name), SMALL.replace(**changes))
+
+
+def test_resident_experts_are_all_held_whatever_a_cache_would_keep(
+    installed: Callable[[str], Path],
+) -> None:
+    options = SMALL.replace(expert_residency="resident", expert_cache_slots=4)
+    with Runner.open(installed(NAME), options) as runner:
+        assert runner.expert_cache_slots == runner.arch.num_experts > 4
 
 
 def test_disk_bytes_are_refused_where_they_cannot_be_measured(
@@ -69,8 +102,10 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 (counting, not walking)
 
 
-@pytest.mark.parametrize("residency", ["streamed", "mapped", "resident"])
-@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize(
+    ("residency", "lookahead"),
+    [("streamed", False), ("streamed", True), ("mapped", False), ("resident", False)],
+)
 def test_closing_releases_files_and_experts(
     installed: Callable[[str], Path], residency: str, lookahead: bool
 ) -> None:

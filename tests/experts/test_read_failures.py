@@ -229,8 +229,9 @@ def corrupted(install: Path) -> Path:
     return install
 
 
-@pytest.mark.parametrize("residency", ["streamed", "mapped"])
-@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize(
+    ("residency", "lookahead"), [("streamed", False), ("streamed", True), ("mapped", False)]
+)
 def test_a_corrupted_record_is_caught_per_read(
     corrupted: Path, residency: str, lookahead: bool
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from handmade import Original
 
-from turbospark.errors import InstallExistsError, OptionError, PartialInstallError
+from turbospark.errors import InstallExistsError, ModelNotFoundError, OptionError
 from turbospark.install.models import install_path, installed, models_dir, remove, resolve
 
 
@@ -26,7 +26,7 @@ def test_the_store_is_below_the_home_of_turbospark(store: Path, monkeypatch) -> 
 
 def test_an_empty_store_lists_nothing_and_says_so(store: Path) -> None:
     assert installed() == []
-    with pytest.raises(PartialInstallError, match="no model is installed"):
+    with pytest.raises(ModelNotFoundError, match="no model is installed"):
         resolve("qwen")
 
 
@@ -57,7 +57,7 @@ def test_a_repository_name_finds_its_install(store: Path) -> None:
 def test_an_unknown_name_lists_near_ones(store: Path) -> None:
     for name in ("smollm2-135m", "qwen3-4b"):
         Original(store / f"{name}.gturbo")
-    with pytest.raises(PartialInstallError, match="smollm2-135m") as caught:
+    with pytest.raises(ModelNotFoundError, match="smollm2-135m") as caught:
         resolve("smolm2-135")
     assert "qwen3-4b" not in str(caught.value)
 
@@ -77,6 +77,6 @@ def test_remove_deletes_an_install_by_name_and_nothing_else(store: Path, tmp_pat
     with pytest.raises(InstallExistsError, match="symbolic link"):
         remove("link")
     for name in ("half", "m", str(outside), "../../outside"):
-        with pytest.raises(PartialInstallError, match="no installed model"):
+        with pytest.raises(ModelNotFoundError, match="no installed model"):
             remove(name)
     assert outside.exists() and (store / "half.gturbo").exists()

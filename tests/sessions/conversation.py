@@ -71,6 +71,12 @@ def window(runner: Runner) -> int | None:
     return min((w for w in rings if w is not None), default=None)
 
 
+def ringed(name: str, rows: int) -> dict[str, int]:
+    """The option for rings of `rows` slots, where a model of `KINDS` has any."""
+    has = name in ("mistral-sliding", "gemma4-e2b", "gpt_oss-mxfp4")
+    return {"swa_ring_capacity": rows} if has else {}
+
+
 def is_recurrent(runner: Runner) -> bool:
     assert runner._engine is not None
     return runner._engine.states.recurrent

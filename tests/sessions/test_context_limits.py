@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from conversation import KINDS, MODELS, answer, open_cpu, tokens_of
 from oracle_folders import ORACLES, Oracle
 
 from turbospark import OpenOptions, Runner, convert, resolve
+from turbospark.cache.specs import RingSpec
 from turbospark.errors import ContextOverflowError, OptionError, UnsupportedError
 from turbospark.families import llama
 from turbospark.families.base import Capabilities
@@ -91,12 +93,16 @@ def test_generating_to_the_end_of_the_context_stops_there_and_says_so(
 def test_planned_cache_bytes_are_the_bytes_allocated(
     name: str, installed: Callable[[str], Path]
 ) -> None:
+    specs: list[Any] = []
     for context, ring in ((17, None), (150, None), (150, 20)):
+        if ring is not None and not any(isinstance(s, RingSpec) for s in specs):
+            continue  # a ring that no layer has is refused
         options = {"max_context": context, "swa_ring_capacity": ring}
         with open_cpu(installed(name), **options) as runner:
             engine = runner._engine
             assert engine is not None
-            plan = kv_bytes(engine.states.specs, context, 4, ring)
+            specs = list(engine.states.specs)
+            plan = kv_bytes(specs, context, 4, ring)
             assert runner.memory.kv == plan
 
 
@@ -136,7 +142,9 @@ def test_other_refusals_come_before_a_weight_is_read_too(
 ) -> None:
     with pytest.raises(OptionError, match=r"swa_ring_capacity=8 is below the attention window 9"):
         open_cpu(installed("mistral-sliding"), swa_ring_capacity=8)
-    with pytest.raises(OptionError, match="load_guard=1000 bytes: expert slots 0 MiB"):
+    with pytest.raises(
+        OptionError, match=r"load_guard=1000 bytes caps expert slots .*: 0 \+ (\d+) = \1 bytes"
+    ):
         open_cpu(installed("llama-base"), load_guard=1000)
     with pytest.raises(OptionError, match=r"comes out at .*, below min_auto_context=1000000"):
         open_cpu(installed("llama-base"), max_context="auto", min_auto_context=1000000)

@@ -68,12 +68,22 @@ def test_reset_forgets_every_conversation(installed: Callable[[str], Path]) -> N
             assert runner.memory.kv == memory
 
 
+def test_slots_that_no_prompt_finds_again_are_warned_about(
+    installed: Callable[[str], Path],
+) -> None:
+    with (
+        pytest.warns(UserWarning, match="session_slots=3 without prefix_reuse allocates"),
+        open_cpu(installed("llama-base"), session_slots=3),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_sessions_are_allocated_at_open(name: str, installed: Callable[[str], Path]) -> None:
     with open_cpu(installed(name), max_context=2000) as runner:
         one, buffers = runner.memory.kv, runner.buffer_allocations
     before = mx.get_active_memory()
-    with open_cpu(installed(name), max_context=2000, session_slots=4) as runner:
+    with open_cpu(installed(name), prefix_reuse=True, max_context=2000, session_slots=4) as runner:
         assert runner.memory.kv == 4 * one
         assert runner.memory.active - before >= 4 * one
         states = runner._engine.states.buffers if runner._engine else 0

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conversation import KINDS, answer, open_cpu, same, tokens_of
+from conversation import KINDS, answer, open_cpu, ringed, same, tokens_of
 from oracle_folders import ORACLES, Oracle
 
 from turbospark import Runner
 from turbospark.generation import Token
 
-OPTIONS = {"prefix_reuse": True, "expert_residency": "resident", "swa_ring_capacity": 9}
+OPTIONS = {"prefix_reuse": True, "expert_residency": "resident"}
 
 
 @pytest.fixture
@@ -36,7 +36,10 @@ def test_right_and_wrong_guesses_give_the_plain_answer(
 ) -> None:
     prompt = prompt_of(name)
     options = {"max_new_tokens": 12, "temperature": temperature, "seed": 3, "ignore_eos": True}
-    with open_cpu(installed(name), **OPTIONS) as runner, open_cpu(installed(name)) as cold:
+    with (
+        open_cpu(installed(name), **OPTIONS, **ringed(name, 9)) as runner,
+        open_cpu(installed(name)) as cold,
+    ):
         guessed = runner.generate(prompt, **options)
         monkeypatch.undo()
         runner.reset()
@@ -59,7 +62,10 @@ def test_a_stream_closed_with_a_pass_in_flight_leaves_the_right_state(
     name: str, installed: Callable[[str], Path], tmp_path: Path
 ) -> None:
     prompt = prompt_of(name)
-    with open_cpu(installed(name), **OPTIONS) as runner, open_cpu(installed(name)) as other:
+    with (
+        open_cpu(installed(name), **OPTIONS, **ringed(name, 9)) as runner,
+        open_cpu(installed(name)) as other,
+    ):
         expected = answer(runner, prompt, 5)
         runner.reset()
         stream = runner.stream(prompt, max_new_tokens=12, temperature=0, ignore_eos=True)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -69,6 +70,26 @@ def test_steps_continue_a_loaded_conversation_without_reuse(
             first.save_session(tmp_path / name)
             second.load_session(tmp_path / name)
             assert np.array_equal(np.array(first.step(3)), np.array(second.step(3)))
+
+
+def test_a_prompt_that_forgets_a_loaded_session_warns(
+    installed: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with open_cpu(installed("llama-base")) as runner:
+        runner.prefill([1, 2, 3])
+        runner.save_session(tmp_path / "talk")
+        runner.load_session(tmp_path / "talk")
+        with pytest.warns(
+            UserWarning, match=r"session of 3 tokens.* set runner.prefix_reuse = True"
+        ):
+            runner.generate([1, 2, 3, 4], max_new_tokens=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            runner.generate([1, 2, 3, 4], max_new_tokens=1)
+            runner.load_session(tmp_path / "talk")
+            runner.prefix_reuse = True
+            result = runner.generate([1, 2, 3, 4], max_new_tokens=1)
+        assert result.reused_prefix_tokens == 3
 
 
 def test_only_the_written_part_is_stored(installed: Callable[[str], Path], tmp_path: Path) -> None:
@@ -146,7 +167,8 @@ def test_a_file_of_another_install_is_refused(
         second.prefill([4, 5])
         first.save_session(tmp_path / "talk")
         message = refusal(second, tmp_path / "talk")
-    assert "made with install " in message and "but this runner has install " in message
+    assert re.search(r"made with install '.+' \([0-9a-f]{12}\), but this runner has", message)
+    assert "has install 'other' (" in message and "open the install that made it" in message
 
 
 def test_a_file_of_another_dtype_is_refused(
@@ -188,7 +210,7 @@ def test_nothing_and_a_failed_session_are_not_saved(
         with pytest.raises(SessionFileError, match="nothing to save"):
             runner.save_session(file)
         runner.prefill([1, 2, 3])
-        with pytest.raises(SessionFileError, match="cannot be written"):
+        with pytest.raises(SessionFileError, match="cannot be written: there is no folder"):
             runner.save_session(tmp_path / "no" / "such" / "folder")
         assert runner._engine is not None
         runner._engine.pool.live.record.taint()
@@ -273,9 +295,9 @@ def entry(name: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE = {
-    "another format": (meta(format="turbospark-session-9"), "not a saved session"),
-    "no metadata": (lambda h: h.pop("__metadata__"), "not a saved session"),
-    "metadata of another kind": (lambda h: h.update(__metadata__=[]), "not a saved session"),
+    "another format": (meta(format="turbospark-session-9"), "is not a session file"),
+    "no metadata": (lambda h: h.pop("__metadata__"), "is not a session file"),
+    "metadata of another kind": (lambda h: h.update(__metadata__=[]), "is not a session file"),
     "a negative position": (meta(position="-1"), "must be whole numbers"),
     "a position in words": (meta(position="four"), "must be whole numbers"),
     "a huge position": (meta(position="9" * 30), "must be whole numbers"),
@@ -341,12 +363,19 @@ def test_tokens_outside_the_vocabulary_are_refused(
 
 
 def test_files_that_are_not_files_are_refused(hybrid: Runner, tmp_path: Path) -> None:
-    assert "No such file" in refusal(hybrid, tmp_path / "missing")
+    missing = refusal(hybrid, tmp_path / "missing")
+    assert "No such file" in missing and missing.count(str(tmp_path / "missing")) == 1
     assert "not a regular file" in refusal(hybrid, tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "not a regular file" in refusal(hybrid, tmp_path / "pipe")
     (tmp_path / "empty").write_bytes(b"")
-    assert "header length" in refusal(hybrid, tmp_path / "empty")
+    assert "is not a session file: it has 0 bytes" in refusal(hybrid, tmp_path / "empty")
+    (tmp_path / "notes.md").write_text("# Notes\n" * 9)
+    message = refusal(hybrid, tmp_path / "notes.md")
+    assert "is not a session file, or cut short" in message and "has 72" in message
+    assert message.count(str(tmp_path)) == 1
+    (tmp_path / "header").write_bytes(struct.pack("<Q", 2) + b"[]")
+    assert "is not a session file: header: expected" in refusal(hybrid, tmp_path / "header")
     for length in (0, 9, 1 << 40, (1 << 64) - 1):
         (tmp_path / "header").write_bytes(struct.pack("<Q", length) + b"{}")
         refusal(hybrid, tmp_path / "header")

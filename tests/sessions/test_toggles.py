@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conversation import KINDS, answer, open_cpu, same, tokens_of
+from conversation import KINDS, answer, open_cpu, ringed, same, tokens_of
 from oracle_folders import ORACLES, Oracle
 
 from turbospark import Runner, RuntimeToggles
@@ -47,7 +47,7 @@ def test_both_arms_give_the_same_tokens_and_logits(
     name: str, toggle: str, installed: Callable[[str], Path]
 ) -> None:
     prompt = prompt_of(name)
-    with open_cpu(installed(name), swa_ring_capacity=11) as runner:
+    with open_cpu(installed(name), **ringed(name, 11)) as runner:
         plain = answer(runner, prompt, 4)
         for value in ARMS[toggle]:
             setattr(runner.toggles, toggle, value)

@@ -191,8 +191,11 @@ def test_a_saved_session_belongs_to_its_steering(runner: Runner, tmp_path: Path)
     runner.save_session(path)
     for other in (None, ablation(runner, 0.5)):
         runner.set_steering(other)
-        with pytest.raises(SessionFileError, match=r"made with steering [0-9a-f]{64}, but this"):
+        with pytest.raises(
+            SessionFileError, match=r"made with steering '\w+.* on .* \([0-9a-f]{12}\), but this"
+        ) as caught:
             runner.load_session(path)
+        assert "set that steering" in str(caught.value)
     runner.set_steering(SteeringPolicy([*policy.vectors]))
     assert runner.load_session(path) == len(IDS)
     assert np.array_equal(np.array(runner.step(3)), expected)

@@ -22,12 +22,15 @@ class Session:
     record: PrefixRecord = field(default_factory=PrefixRecord)
     snapshots: list[Snapshot] = field(default_factory=list)
     parked_at: int = 0
+    loaded: bool = False
+    """Whether it came from a file and has not been forgotten since."""
 
     def reset(self) -> None:
         """Forget the conversation; buffers stay."""
         self.states.reset()
         self.record.clear()
         self.snapshots.clear()
+        self.loaded = False
 
     def rewind(self, to: int) -> None:
         """Forget positions >= `to`."""

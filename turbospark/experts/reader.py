@@ -260,6 +260,8 @@ class DiskMeter:
     def __init__(self, clock: PhaseClock, enabled: bool) -> None:
         self.clock = clock
         self.enabled = enabled
+        if enabled:  # measured from here on: a difference from before the first read is a number
+            clock.count("expert_io_bytes_physical", 0)
 
     @contextmanager
     def sample(self) -> Iterator[None]:

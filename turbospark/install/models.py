@@ -12,7 +12,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from turbospark.errors import InstallExistsError, OptionError, PartialInstallError
+from turbospark.errors import (
+    InstallExistsError,
+    ModelNotFoundError,
+    OptionError,
+    PartialInstallError,
+)
 from turbospark.install.files import as_path, printable
 from turbospark.install.staging import is_install
 
@@ -72,7 +77,8 @@ def _store_name(name: str) -> str:
 def resolve(name_or_path: str | Path) -> Path:
     """The directory of a model: an existing directory wins, then the name of an installed model.
 
-    Raises PartialInstallError that lists near names, OptionError for what is no path.
+    Raises ModelNotFoundError that lists near names, PartialInstallError for a file, OptionError
+    for what is no path.
     """
     path = as_path(name_or_path, "model")
     if path.is_dir():
@@ -88,18 +94,21 @@ def resolve(name_or_path: str | Path) -> Path:
     near = difflib.get_close_matches(wanted, models, n=3, cutoff=0.5) or sorted(models)[:5]
     hint = f"installed: {', '.join(near)}" if near else "no model is installed"
     name = str(name_or_path)
-    pull = f"; `turbospark pull {name}` installs it from the Hub" if _REPO.fullmatch(name) else ""
-    raise PartialInstallError(
-        f"'{printable(name)}' is neither a directory nor an installed model; "
-        f"{hint} (in {models_dir()}){pull}"
+    wish = name if _REPO.fullmatch(name) else "OWNER/NAME"
+    raise ModelNotFoundError(
+        f"'{printable(name)}' is neither a directory nor an installed model; {hint} (in "
+        f"{models_dir()}); `turbospark list` shows all, `turbospark pull {wish}` installs from "
+        "the Hub"
     )
 
 
 def remove(name: str) -> Path:
-    """Delete an installed model of the store by name. Raises PartialInstallError."""
+    """Delete an installed model of the store by name. Raises ModelNotFoundError."""
     path = _paths().get(_store_name(name))
     if path is None:
-        raise PartialInstallError(f"no installed model is named '{printable(name)}'")
+        raise ModelNotFoundError(
+            f"no installed model is named '{printable(name)}'; `turbospark list` shows all"
+        )
     if path.is_symlink():
         raise InstallExistsError(f"{path} is a symbolic link; remove it by hand")
     shutil.rmtree(path)
