@@ -36,7 +36,7 @@ def same_end(a: GenerationResult, b: GenerationResult) -> None:
 def test_every_family_gives_the_sequential_answer(
     name: str, lie: str, installed: Installed
 ) -> None:
-    prompt, ring = prompt_of(name), {"swa_ring_capacity": 24} if "llama" in name else {}
+    prompt, ring = prompt_of(name), {"swa_ring_capacity": 24} if "sliding" in name else {}
     with open_with(installed(name), Toy(), 8, **ring) as runner:
         plain = runner.generate(prompt, **GREEDY, draft_tokens=0)
         teach(runner, plain.token_ids, LIES[lie])
