@@ -156,7 +156,6 @@ LLAMA = Offer("llama", (), {"mtp.fc.weight"})
         ({"mtp": "auto", "prompt_lookup": 3}, BOTH, ("prompt_lookup", 3)),
         ({"mtp": "auto", "draft_model": "m"}, BOTH, ("draft_model", 4)),
     ],
-    ids=str,
 )
 def test_at_most_one_drafter_is_chosen_in_the_documented_order(
     policies: dict[str, object], offer: Offer, chosen: tuple[str, int] | None
