@@ -79,6 +79,27 @@ def test_the_hit_rate_is_plotted_over_slots(demo_folder: Path) -> None:
     assert any("streamed, 16 slots per layer" in html for html in shown(cells, "text/html"))
 
 
+def test_bytes_and_errors_of_packed_caches_are_plotted(demo_folder: Path) -> None:
+    cells = executed(ROOT / "examples/notebooks/long_context.ipynb", demo_folder)
+    (picture,) = shown(cells, "image/png")
+    assert len(picture) > 10000
+    empty, filled = (html for html in shown(cells, "text/html") if "packed caches" in html)
+    assert "no row yet" in empty and "keys 0.0" in filled
+    found = dict(re.findall(r"(\S+) +bits: +(\d+) bytes per token", printed(cells)))
+    # two packed layers with 2 heads of 128: rows in half precision, or codes and two scales
+    heads, bits = 2 * 2, (2, 3, 3.5, 4)
+    want = {str(b): str(int(heads * (128 * 2 * b / 8 + 4))) for b in bits}
+    assert found == {"16": str(heads * 128 * 2 * 2)} | want
+
+
+def test_acceptance_is_plotted_by_position(demo_folder: Path) -> None:
+    cells = executed(ROOT / "examples/notebooks/speculation.ipynb", demo_folder)
+    (picture,) = shown(cells, "image/png")
+    assert len(picture) > 5000
+    assert "the same tokens: True\n" in printed(cells)
+    assert len([html for html in shown(cells, "text/html") if "Speculation" in html]) >= 2
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_committed_notebook_holds_no_outputs_and_is_tested(path: Path) -> None:
     content = json.loads(path.read_text())
