@@ -42,6 +42,7 @@ from turbospark.generation import (
     with_progress,
 )
 from turbospark.install.arch import ArchConfig
+from turbospark.install.files import as_path
 from turbospark.install.models import resolve as resolve_path
 from turbospark.install.opening import Install
 from turbospark.memory import MemoryReport
@@ -203,10 +204,11 @@ class Runner(display.Shown, Steered):
         """Write the live conversation (tokens, caches, snapshots) to one safetensors file.
 
         The file appears whole or not at all, and only a runner of the same install, dtype and
-        cache layout can load it. Raises SessionFileError, SessionBrokenError.
+        cache layout can load it. Raises SessionFileError, SessionBrokenError,
+        OptionError.
         """
         with self._exclusive() as engine:
-            engine.save(Path(path), self._binding)
+            engine.save(as_path(path, "path"), self._binding)
 
     def load_session(self, path: str | Path) -> int:
         """Make a saved conversation the live one -> its number of tokens.
@@ -217,7 +219,7 @@ class Runner(display.Shown, Steered):
         SessionFileError, and then nothing has changed.
         """
         with self._exclusive() as engine:
-            return engine.load(Path(path), self._binding)
+            return engine.load(as_path(path, "path"), self._binding)
 
     # --- text level -------------------------------------------------------------------------------
 

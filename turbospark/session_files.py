@@ -7,6 +7,7 @@ A file is read and checked whole before anything of it is used.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import struct
 from collections.abc import Mapping
@@ -20,10 +21,17 @@ import numpy as np
 from turbospark.cache.pool import MAX_SNAPSHOTS, Session
 from turbospark.cache.state import LayerStates, Snapshot
 from turbospark.errors import ModelFormatError, SessionBrokenError, SessionFileError
-from turbospark.install.files import parse_json, printable, read_exactly, regular_size, sync_path
+from turbospark.install.files import (
+    discard,
+    parse_json,
+    printable,
+    read_exactly,
+    regular_size,
+    sync_path,
+)
 from turbospark.install.planes import host_view
 
-FORMAT = "turbospark-session-1"
+FORMAT = "turbospark-session-2"
 HEADER_CAP = 8 << 20
 _DTYPES = {
     "F32": mx.float32, "BF16": mx.bfloat16, "F16": mx.float16, "I32": mx.int32, "U32": mx.uint32,
@@ -78,9 +86,9 @@ def save(path: Path, session: Session, binding: Mapping[str, str]) -> None:
         "position": str(states.position),
         "furthest": str(states.furthest),
         "snapshots": " ".join(map(str, marks)),
-        "sha256": _digest(arrays),
         **binding,
     }
+    metadata["sha256"] = _digest(arrays, metadata)
     path = Path(os.path.abspath(path))  # noqa: PTH100 (resolve() would follow a link)
     partial = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
     try:
@@ -93,7 +101,7 @@ def save(path: Path, session: Session, binding: Mapping[str, str]) -> None:
         reason = getattr(error, "strerror", None) or str(error).replace(str(partial), path.name)
         raise SessionFileError(f"{path}: cannot be written: {printable(reason)}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        discard(partial)
 
 
 def load(path: Path, states: LayerStates, binding: Mapping[str, str], vocab_size: int) -> Saved:
@@ -146,9 +154,12 @@ def _named(prefix: str, layers: list[list[mx.array]]) -> Arrays:
     }
 
 
-def _digest(arrays: Arrays) -> str:
-    """SHA-256 over names and bytes, so that a flipped bit cannot become a wrong answer."""
-    digest = hashlib.sha256()
+def _digest(arrays: Arrays, metadata: Mapping[str, Any]) -> str:
+    """SHA-256 over the metadata but its own entry, then over the arrays' names and bytes: no
+    flipped bit, and no snapshot said to be elsewhere, can become a wrong answer.
+    """
+    said = sorted((name, value) for name, value in metadata.items() if name != "sha256")
+    digest = hashlib.sha256(json.dumps(said).encode())
     for name in sorted(arrays):
         digest.update(name.encode())
         digest.update(host_view(arrays[name]).data)
@@ -181,7 +192,7 @@ def _load(
     mx.eval(arrays)
     for name, array in arrays.items():
         read_exactly(fd, host_view(array), start + places[name], name)
-    if _digest(arrays) != metadata.get("sha256"):
+    if _digest(arrays, metadata) != metadata.get("sha256"):
         raise SessionFileError(f"{path}: damaged: its contents do not have the recorded SHA-256")
     tokens = np.array(arrays["tokens"])
     if tokens.min() < 0 or tokens.max() >= vocab_size:

@@ -14,11 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark.engine import Engine
-from turbospark.errors import NonFiniteLogitsError
+from turbospark.errors import NonFiniteLogitsError, OptionError
 from turbospark.families.base import Family
 from turbospark.install.arch import ArchConfig
 from turbospark.install.planes import MX_DTYPES
 from turbospark.options import OpenOptions
+from turbospark.policies import short
 from turbospark.resolve import Resolved
 from turbospark.steering import Steering, SteeringPolicy, unsupported_reason
 from turbospark.steering.support import place, refuse_unsupported
@@ -102,15 +103,31 @@ class Steered:
             engine.check_room(len(tokens))
             return engine.residuals(tokens)
 
+    def checked(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt that `residuals` takes; nothing is computed.
+
+        Raises what `residuals` raises, but for the length.
+        """
+        refuse_unsupported(self._family)
+        return self._open_engine().check(self.encode(prompt))
+
     def check_finite(self, values: mx.array) -> mx.array:
-        """Logits or residuals as they are; raises NonFiniteLogitsError for NaN and infinity.
+        """Logits or residuals as they are; raises NonFiniteLogitsError for NaN and infinity, and
+        OptionError for what is no array of numbers.
 
         An edit can overflow the stream, and rankings of NaN look perfect: probes check.
         """
-        bad = values.size - np.count_nonzero(np.isfinite(np.array(values)))
+        narrow = isinstance(values, mx.array) and values.dtype == mx.bfloat16  # numpy has none
+        found = np.asarray(values.astype(mx.float32) if narrow else values)
+        if not isinstance(values, (mx.array, np.ndarray)) or found.dtype.kind not in "fiuc":
+            raise OptionError(
+                f"check_finite: {short(values)} is not valid; works: an array of numbers, such as "
+                "logits"
+            )
+        bad = found.size - np.count_nonzero(np.isfinite(found))
         if bad:
             raise NonFiniteLogitsError(
-                f"{bad} of {values.size} values are not finite; lower the steering's strength, or "
+                f"{bad} of {found.size} values are not finite; lower the steering's strength, or "
                 "open with a wider dtype"
             )
         return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from oracle_folders import ORACLES, Oracle
 
 from turbospark import Runner, convert, session_files
-from turbospark.errors import SessionBrokenError, SessionFileError
+from turbospark.errors import OptionError, SessionBrokenError, SessionFileError
 
 WARM = {"prefix_reuse": True, "prefill_chunk": 32}
 
@@ -339,6 +340,54 @@ def test_a_hostile_header_is_refused_by_name(
     assert re.search(expected, refusal(hybrid, file))
 
 
+def test_any_change_of_the_metadata_is_refused(hybrid: Runner, good: bytes, tmp_path: Path) -> None:
+    """The digest covers what says where arrays belong, not their bytes alone."""
+    (length,) = struct.unpack("<Q", good[:8])
+    said = json.loads(good[8 : 8 + length])["__metadata__"]
+    assert said["snapshots"] == "24 32 40"
+    changes = {name: [f"{value}x", ""] for name, value in said.items()}
+    changes["snapshots"] += ["23 31 39", "24  32 40"]
+    changes["furthest"] += ["42", "041"]
+    changes["another"] = ["1"]
+    file = tmp_path / "metadata"
+    for name, values in changes.items():
+        for value in values:
+            file.write_bytes(with_header(good, meta(**{name: value})))
+            refusal(hybrid, file)
+    file.write_bytes(with_header(good, lambda h: h["__metadata__"].pop("furthest")))
+    refusal(hybrid, file)
+
+
+def test_the_digest_is_that_of_the_metadata_names_and_bytes(good: bytes) -> None:
+    (length,) = struct.unpack("<Q", good[:8])
+    header, body = json.loads(good[8 : 8 + length]), good[8 + length :]
+    said = header.pop("__metadata__")
+    recorded = said.pop("sha256")
+    digest = hashlib.sha256(json.dumps(sorted(map(list, said.items()))).encode())
+    for name in sorted(header):
+        start, end = header[name]["data_offsets"]
+        digest.update(name.encode() + body[start:end])
+    assert digest.hexdigest() == recorded
+
+
+@pytest.mark.parametrize("name", ["a\0b", None, 3, "x" * 300])
+def test_what_is_no_path_is_refused_and_nothing_is_written(
+    name: Any, hybrid: Runner, tmp_path: Path
+) -> None:
+    path = tmp_path / name if isinstance(name, str) else name
+    with pytest.raises(OptionError, match="path"):
+        hybrid.save_session(path)
+    with pytest.raises(OptionError, match="path"):
+        hybrid.load_session(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_too_long_to_be_written_aside_is_refused(hybrid: Runner, tmp_path: Path) -> None:
+    with pytest.raises(SessionFileError, match="cannot be written"):
+        hybrid.save_session(tmp_path / ("x" * 250))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_unchanged_file_is_accepted(hybrid: Runner, good: bytes, tmp_path: Path) -> None:
     file = tmp_path / "good"
     file.write_bytes(with_header(good, lambda header: None))
@@ -356,7 +405,7 @@ def test_tokens_outside_the_vocabulary_are_refused(
             [1] + [0] * 40
         )
         mx.eval(arrays)
-        metadata["sha256"] = session_files._digest(arrays)
+        metadata["sha256"] = session_files._digest(arrays, metadata)
         mx.save_safetensors(str(tmp_path / "x.safetensors"), arrays, metadata)
         message = refusal(hybrid, tmp_path / "x.safetensors")
         assert f"outside the vocabulary 0..{hybrid.vocab_size - 1}" in message

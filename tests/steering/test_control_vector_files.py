@@ -257,7 +257,7 @@ def test_control_characters_of_a_file_do_not_reach_a_terminal(tmp_path: Path) ->
     [
         ({}, "a steering set with no direction"),
         ({1: ROWS[1], 2: ROWS[2][:5]}, r"with widths \[5, 24\]"),
-        ({1: "north"}, "direction of block 1 is str; expected a row of floats"),
+        ({1: "north"}, "direction of block 1 is 'north'; expected a row of real"),
         ({1: np.ones((2, 3))}, r"direction of block 1 has shape \[2, 3\]"),
         ({-1: ROWS[1]}, "block -1; expected 0..4096"),
         ({4097: ROWS[1]}, "block 4097; expected 0..4096"),

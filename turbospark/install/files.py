@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,15 @@ def sync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def discard(path: Path) -> None:
+    """Remove a half-written file, if there is one; never raises, for a better error is under way.
+
+    A name that is too long for the file system cannot be removed either.
+    """
+    with suppress(OSError, ValueError):
+        path.unlink(missing_ok=True)
 
 
 def write_file(path: Path, data: bytes) -> None:

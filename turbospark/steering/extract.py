@@ -6,7 +6,7 @@ model runs: it is handed an open runner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,9 +40,10 @@ def extract(
 
     Raises OptionError, and UnsupportedError for a family that is not steered.
     """
+    _check_lists(positive, negative)
     positive, negative = list(positive), list(negative)
     _check(runner, positive, negative, method)
-    prompts = [*positive, *negative]
+    prompts = [_ids(runner, prompt) for prompt in (*positive, *negative)]
     shown = tqdm(prompts, desc="residuals", unit="prompt", disable=not progress)
     rows = np.stack([np.array(runner.residuals(prompt)) for prompt in shown])
     ups, downs = rows[: len(positive)], rows[len(positive) :]
@@ -60,6 +61,25 @@ def extract(
             )
         directions[block] = shift.astype(np.float32)
     return SteeringSet.of(directions, declared_arch=runner.resolved.model_type)
+
+
+def _check_lists(positive: Any, negative: Any) -> None:
+    for name, prompts in (("positive", positive), ("negative", negative)):
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+            raise OptionError(
+                f"extract: {name}={short(prompts)} is not valid; works: a list of prompts"
+            )
+
+
+def _ids(runner: Runner, prompt: Any) -> list[int]:
+    """A prompt's token ids, refused before any prompt is computed."""
+    ids = runner.checked(prompt)
+    if len(ids) > runner.max_context:
+        raise OptionError(
+            f"extract: prompt {short(prompt)} has {len(ids)} tokens, but this runner has "
+            f"max_context {runner.max_context}; shorten it, or open with a larger one"
+        )
+    return ids
 
 
 def _check(runner: Runner, positive: list[Any], negative: list[Any], method: str) -> None:

@@ -19,7 +19,14 @@ from turbospark.conversion.ggml import type_name
 from turbospark.conversion.gguf_header import GGUFTensor, read_header
 from turbospark.conversion.source import LocalFiles
 from turbospark.errors import ModelFormatError, SourceError, SteeringFileError, UnsupportedError
-from turbospark.install.files import printable, regular_size, round_up, sync_path
+from turbospark.install.files import (
+    as_path,
+    discard,
+    printable,
+    regular_size,
+    round_up,
+    sync_path,
+)
 from turbospark.policies import SteeringMode
 
 MAX_BYTES = 16 << 20
@@ -73,8 +80,10 @@ class ControlVectorInfo:
 
 
 def read(path: str | Path) -> Contents:
-    """A checked file. Raises SteeringFileError for anything that is not one, or is damaged."""
-    path = Path(path)
+    """A checked file. Raises SteeringFileError for anything that is not one, or is damaged, and
+    OptionError for what is no path.
+    """
+    path = as_path(path, "path")
     try:
         size = regular_size(path)
         if size > MAX_BYTES:
@@ -179,9 +188,10 @@ def _check_widths(path: Path, directions: dict[int, np.ndarray]) -> None:
 def write(path: str | Path, contents: Contents) -> None:
     """Write a file that `read`, llama.cpp and repeng read, whole or not at all.
 
-    Raises SteeringFileError, among others for block 0, which the format cannot name.
+    Raises SteeringFileError, among others for block 0, which the format cannot name, and
+    OptionError for what is no path.
     """
-    path = Path(os.path.abspath(path))  # noqa: PTH100 (resolve() would follow a link)
+    path = Path(os.path.abspath(as_path(path, "path")))  # noqa: PTH100 (resolve() would follow a link)
     if 0 in contents.directions:
         raise SteeringFileError(
             f"{path}: block 0 cannot be stored: files number directions from 1, which is block 1; "
@@ -199,7 +209,7 @@ def write(path: str | Path, contents: Contents) -> None:
     except OSError as error:
         raise SteeringFileError(f"{path}: cannot be written: {error.strerror}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        discard(partial)
 
 
 def _encode(contents: Contents) -> bytes:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,13 +29,14 @@ Direction = np.ndarray
 """float32 [hidden], read-only, not normalized."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class SteeringSet:
     """A direction for some of a model's blocks, as a file holds them.
 
     `layers[i]` is what block i (from 0) is steered along, or None; the last entry is not None.
     `declared_mode` and `declared_arch` are what the file says about itself, `source` where it came
-    from. Raises OptionError when there is no direction, or widths differ.
+    from. Raises OptionError when there is no direction, widths differ, a value is not finite, or a
+    declaration is not a text.
     """
 
     layers: tuple[Direction | None, ...]
@@ -42,24 +44,37 @@ class SteeringSet:
     declared_arch: str | None = None
     source: str = ""
 
-    def __post_init__(self) -> None:
-        layers = [None if d is None else _direction(i, d) for i, d in enumerate(self.layers)]
-        while layers and layers[-1] is None:
-            layers.pop()
-        widths = {len(d) for d in layers if d is not None}
-        if len(widths) != 1:
-            found = f"widths {sorted(widths)}" if widths else "no direction"
-            raise OptionError(f"a steering set with {found}; expected directions of one width")
-        object.__setattr__(self, "layers", tuple(layers))
-        if self.declared_mode is not None:
-            try:
-                object.__setattr__(self, "declared_mode", _as_mode(self.declared_mode))
-            except ValueError as error:
-                raise OptionError(f"declared_mode: {error}") from None
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        declared_mode: SteeringMode | str | None = None,
+        declared_arch: str | None = None,
+        source: str = "",
+        **unknown: Any,
+    ) -> None:
+        for name in unknown:
+            raise OptionError(
+                f"unknown option {name!r} in SteeringSet; known: layers, declared_mode, "
+                "declared_arch, source"
+            )
+        self._keep("layers", tuple(_directions(layers)))
+        try:
+            self._keep("declared_mode", None if declared_mode is None else _as_mode(declared_mode))
+        except ValueError as error:
+            raise OptionError(f"declared_mode: {error}") from None
+        self._keep("declared_arch", None if declared_arch is None else _text(declared_arch))
+        self._keep("source", _text(source, "source"))
+
+    def _keep(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, directions: Mapping[int, Any], **declared: Any) -> SteeringSet:
-        """A set from block -> direction (anything numpy reads as a row of floats)."""
+        """A set from block -> direction (anything numpy reads as a row of finite floats)."""
+        if not isinstance(directions, Mapping):
+            raise OptionError(
+                f"directions={short(directions)} is not valid; works: a mapping of blocks to rows"
+            )
         bad = [b for b in directions if type(b) is not int or not 0 <= b <= files.MAX_BLOCK]
         if bad:
             raise OptionError(f"block {short(bad[0])}; expected 0..{files.MAX_BLOCK}")
@@ -106,6 +121,9 @@ class SteeringSet:
 
     def restrict(self, start: int, end: int) -> SteeringSet:
         """Only blocks start..end, both included. Raises OptionError when none is covered."""
+        for name, block in (("start", start), ("end", end)):
+            if type(block) is not int:
+                raise OptionError(f"restrict: {name}={short(block)} is not valid; works: a block")
         kept = {b: d for b, d in self.directions.items() if start <= b <= end}
         if not kept:
             covered = self.covered_layers
@@ -164,19 +182,58 @@ class SteeringSet:
         )
 
 
+def _directions(layers: Any) -> list[Direction | None]:
+    """The rows of a set, checked; the last is not None."""
+    try:
+        rows = list(islice(layers, files.MAX_BLOCK + 2))
+    except TypeError:
+        raise OptionError(f"layers={short(layers)} is not valid; works: a list of rows") from None
+    if len(rows) > files.MAX_BLOCK + 1:
+        raise OptionError(
+            f"a steering set of more than {files.MAX_BLOCK + 1} layers; expected blocks "
+            f"0..{files.MAX_BLOCK}"
+        )
+    found = [None if row is None else _direction(block, row) for block, row in enumerate(rows)]
+    while found and found[-1] is None:
+        found.pop()
+    widths = {len(d) for d in found if d is not None}
+    if len(widths) != 1:
+        words = f"widths {sorted(widths)}" if widths else "no direction"
+        raise OptionError(f"a steering set with {words}; expected directions of one width")
+    return found
+
+
 def _direction(block: int, values: Any) -> Direction:
     try:
-        row = np.array(values, dtype=np.float32)
-    except (TypeError, ValueError):
+        given = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: bfloat16, which numpy lacks
+        given = np.empty(0, dtype=object)
+    if given.dtype.kind not in "fiu":
         raise OptionError(
-            f"direction of block {block} is {type(values).__name__}; expected a row of floats"
-        ) from None
+            f"direction of block {block} is {short(values)}; expected a row of real numbers"
+        )
+    with np.errstate(over="ignore"):  # refused below
+        row = np.array(given, dtype=np.float32)
     if row.ndim != 1 or row.size == 0:
         raise OptionError(
             f"direction of block {block} has shape {list(row.shape)}; expected one axis"
         )
+    if not np.isfinite(row).all():
+        raise OptionError(
+            f"direction of block {block} holds values that are not finite in float32; expected "
+            "finite numbers"
+        )
     row.flags.writeable = False
     return row
+
+
+def _text(value: Any, name: str = "declared_arch") -> str:
+    """A text that a file can hold."""
+    try:
+        value.encode("utf-8", "surrogateescape")
+    except (AttributeError, UnicodeEncodeError):
+        raise OptionError(f"{name}={short(value)} is not valid; works: a text") from None
+    return str(value)
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -221,7 +278,7 @@ Set = Annotated[Any, PlainValidator(_as_set), PlainSerializer(_set_json, when_us
 
 def _as_mode(value: Any) -> Any:
     works = [m.value for m in SteeringMode]
-    if value not in works:
+    if not isinstance(value, str) or value not in works:
         raise ValueError(f"{short(value)} is not valid; works: {', '.join(works)}")
     return SteeringMode(value)
 
