@@ -20,11 +20,13 @@ from turbospark.cache.pool import MAX_SNAPSHOTS
 from turbospark.cache.specs import CacheSpec, PackedSpec, RingSpec
 from turbospark.cache.state import ring_capacity
 from turbospark.dtypes import Quant, Raw
-from turbospark.errors import OptionError, UnsupportedError
+from turbospark.errors import IndexCorruptError, OptionError, UnsupportedError
 from turbospark.experts.mapped import scratch_bytes, zero_copy
 from turbospark.experts.reader import DiskMeter
 from turbospark.families.base import Family
+from turbospark.families.config import ConfigReader
 from turbospark.install import balance
+from turbospark.install.files import printable
 from turbospark.install.opening import Install
 from turbospark.install.packed import PackedLayer, PackedLayout, RecordTensor
 from turbospark.install.planes import MX_DTYPES
@@ -94,6 +96,21 @@ class Resolved(display.Shown):
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<20} {value}" for name, value in self.as_dict().items())
+
+
+def configured(install: Install, family: Family) -> tuple[dict[str, Any], Any]:
+    """The configuration that an install carries, as it stands and as `family` reads it.
+
+    Raises IndexCorruptError for a `model_type` of another family, and what `read_config` raises.
+    """
+    values = install.config or family.config_from_arch(install.arch)
+    kind = values.get("model_type")
+    if kind not in family.model_types:
+        raise IndexCorruptError(
+            f"{install.path}: manifest.turbospark.config.model_type = {printable(repr(kind))} is "
+            f"none of family {family.name}; expected one of {', '.join(family.model_types)}"
+        )
+    return values, family.read_config(ConfigReader(values, str(install.path / "manifest.json")))
 
 
 def resolve(

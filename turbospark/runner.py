@@ -29,7 +29,6 @@ from turbospark.errors import (
 )
 from turbospark.families import family_for_wire
 from turbospark.families.base import Family
-from turbospark.families.config import ConfigReader
 from turbospark.generation import (
     Event,
     Finished,
@@ -49,7 +48,7 @@ from turbospark.memory import MemoryReport
 from turbospark.opening import load
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.policies import short
-from turbospark.resolve import Resolved, resolve, resolve_caches, resolve_context
+from turbospark.resolve import Resolved, configured, resolve, resolve_caches, resolve_context
 from turbospark.speculation.opening import drafter_specs
 from turbospark.speculation.stats import SpeculationStats
 from turbospark.steered import Steered, placed
@@ -136,8 +135,7 @@ class Runner(display.Shown, Steered):
     @classmethod
     def _build(cls, install: Install, options: OpenOptions, progress: bool) -> Runner:
         family = family_for_wire(install.arch.family)
-        values = install.config or family.config_from_arch(install.arch)
-        config = family.read_config(ConfigReader(values, str(install.path / "manifest.json")))
+        values, config = configured(install, family)
         resolved = resolve(options, install, family, values["model_type"], config)
         specs = resolve_caches(options, family, family.cache_specs(config))
         specs += drafter_specs(resolved.drafter, family, config)

@@ -14,7 +14,8 @@ import pytest
 from conversation import answer, open_cpu, same, tokens_of
 from oracle_folders import ORACLES, Oracle
 
-from turbospark.cache.packed import PackedKV
+from turbospark.cache.packed import PackedKV, layer_refusal
+from turbospark.cache.specs import FullSpec
 from turbospark.errors import SessionFileError, UnsupportedError
 
 # Where the packed layers are: all of two, one under shared and ring layers, one between recurrent
@@ -171,3 +172,10 @@ def test_what_cannot_be_packed_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedError, match=f"kv_quant={bits} .*{reason}"):
         open_cpu(installed(name), kv_quant=bits)
+
+
+def test_the_refusal_of_a_width_lists_every_width_that_packs() -> None:
+    said = layer_refusal(FullSpec(2, 16, 16), 3, 3)
+    assert said == "16 dims of 3 bits are not whole words; works: 2 or 4 bits"
+    assert layer_refusal(FullSpec(2, 16, 16), 2, 2) is None
+    assert layer_refusal(FullSpec(2, 16, 16), 4, 4) is None

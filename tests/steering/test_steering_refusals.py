@@ -129,3 +129,31 @@ def test_check_finite_reads_every_float_and_refuses_what_is_no_array(runner: Run
     for value in (None, "x", [1.0], 5):
         with pytest.raises(OptionError, match="works: an array of numbers"):
             runner.check_finite(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("length", "mode", "alpha", "target", "works"),
+    [
+        (1e38, "add", 1.0, 0.0, False),
+        (1e10, "add", -1e6, 0.0, False),
+        (1e10, "add", 1e3, 0.0, True),
+        (1e38, "ablate", 1.0, 0.0, True),
+        (1.0, "ablate", 1e16, 0.0, False),
+        (1.0, "clamp", 1.0, 1e16, False),
+        (1.0, "clamp", 1.0, 1e6, True),
+    ],
+)
+def test_an_edit_that_norms_cannot_hold_is_refused_at_open(
+    runner: Runner, length: float, mode: str, alpha: float, target: float, works: bool
+) -> None:
+    """Unrefused, rows become zero within the next norm, and every answer is token 0."""
+    row = np.zeros(runner.arch.hidden_size)
+    row[3] = length
+    policy = SteeringPolicy.single(SteeringSet.of({1: row}), mode, alpha, target=target)
+    if works:
+        runner.set_steering(policy)
+        assert np.ptp(np.array(runner.check_finite(runner.score([1, 2, 3])))) > 0
+    else:
+        with pytest.raises(OptionError, match=r"moves rows of block 1 by .*up to 1e\+15"):
+            runner.set_steering(policy)
+    runner.set_steering(None)

@@ -57,7 +57,11 @@ def layer_refusal(spec: CacheSpec, key_bits: int, value_bits: int) -> str | None
         )
     for bits in (key_bits, value_bits):
         if not kv_codec.fills_words(spec.key_dim, bits):
-            return f"{spec.key_dim} dims of {bits} bits are not whole words; works: 4 bits"
+            works = [str(b) for b in (2, 3, 4) if kv_codec.fills_words(spec.key_dim, b)]
+            return (
+                f"{spec.key_dim} dims of {bits} bits are not whole words; works: "
+                f"{' or '.join(works)} bits"
+            )
     return None
 
 

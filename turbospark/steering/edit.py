@@ -26,6 +26,9 @@ from turbospark.steering.vectors import SteeringPolicy, SteeringVector
 if TYPE_CHECKING:
     from turbospark.install.arch import ArchConfig
 
+MAX_REACH = 1e15
+"""The farthest that one edit may move a row: squares of sums of such moves stay below 3e38."""
+
 Rows = mx.array
 """float32 [..., hidden]."""
 
@@ -67,7 +70,8 @@ def renorm(x: Rows, c: mx.array, unit: mx.array, xx: mx.array, alpha: float) -> 
 class Edit:
     """One vector's direction at one layer, ready to be applied; dtype is that of the stream.
 
-    Raises OptionError when nothing of the direction, or nothing finite, is left in `dtype`.
+    Raises OptionError when nothing of the direction, or nothing finite, is left in `dtype`, and
+    when it moves rows so far that the squares a norm sums would overflow.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Edit:
                 f"steering: the direction of block {layer} in {vector.set} is {found} in "
                 f"{str(dtype).rpartition('.')[2]}; restrict the set to other blocks"
             )
+        _check_reach(vector, layer, policy, norm)
         self.direction = stored
         self.unit = mx.array((values / norm).astype(np.float32))
         self.renorms = vector.mode is SteeringMode.RENORM
@@ -97,6 +102,20 @@ class Edit:
         if self.renorms:
             parts.append(mx.sum(self._square(hidden), axis=-1, keepdims=True))
         return self._finish(*parts), c
+
+
+def _check_reach(vector: SteeringVector, layer: int, policy: SteeringPolicy, norm: float) -> None:
+    """Refuse what drowns the stream. Past 1e19 a norm divides by an infinite sum of squares: rows
+    become zero, which is finite, and every token looks alike without any sign of it.
+    """
+    share = {SteeringMode.ADD: norm, SteeringMode.CLAMP: max(1.0, abs(policy.target))}
+    reach = abs(vector.alpha) * share.get(vector.mode, 1.0)
+    if reach > MAX_REACH:
+        raise OptionError(
+            f"steering: {vector} of {vector.set} moves rows of block {layer} by {reach:.3g}, and "
+            f"no norm holds that; works: strength times length (clamp: times target) up to "
+            f"{MAX_REACH:g}"
+        )
 
 
 def _finisher(vector: SteeringVector, policy: SteeringPolicy) -> Callable[..., mx.array]:
