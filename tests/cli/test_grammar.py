@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 from turbospark import OpenOptions, Runner, cli
 from turbospark.cli import bench, talk
+from turbospark.cli.console import FLAGS
 from turbospark.cli.parser import COMMANDS, NO_FLAG, parse
 from turbospark.errors import RunnerClosedError
 from turbospark.options import GenerationOptions, KvQuant
@@ -200,6 +202,10 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
         (["convert", "s"], "DEST or --name NAME says where the install goes, and neither was"),
         (["convert", "s", "d", "--name", "n"], "where the install goes, and both were given"),
         (["synth", "llama", "--name", "a/b/c"], "model name 'a/b/c' is not letters"),
+        (
+            ["run", "wordless", "--ids", "1", "--draft-tokens", "3"],
+            "--draft-tokens 3, but no drafter is open; name one by --speculative-drafter or",
+        ),
     ],
 )
 def test_an_option_that_cannot_be_is_one_line_and_exit_code_2(
@@ -216,12 +222,22 @@ def test_an_option_that_cannot_be_is_one_line_and_exit_code_2(
         (["run", "tinny", "hi"], "neither a directory nor an installed model; installed: tiny"),
         (["info", "nothing"], "neither a directory nor an installed model"),
         (["run", "some/model", "hi"], "`turbospark pull some/model` installs from the Hub"),
-        (["chat", "wordless"], "a list of chat messages needs a tokenizer"),
+        (["chat", "wordless"], "a text needs a tokenizer, and "),
         (["info", __file__], "is a file; an install is a directory, `turbospark convert` makes"),
         (["info", str(Path(__file__).parent)], "a checkpoint is opened after `turbospark convert`"),
         (["rm", "nothing"], "no installed model is named 'nothing'"),
         (["convert", "absent", "d"], "absent: does not exist; expected a folder with"),
-        (["run", "wordless", "hi"], "a list of chat messages needs a tokenizer"),
+        (["run", "wordless", "hi"], "; `turbospark run MODEL --ids 1,2,3` takes token ids, or"),
+        (
+            ["run", "wordless", "--ids", "1", "--stop", "a"],
+            "the install has no tokenizer.json; use --stop-token-id",
+        ),
+        (["bench", "wordless", "--prompt", "hi"], "a text needs a tokenizer, and "),
+        (
+            ["run", "wordless", "--ids", "1", "--speculative", "4"],
+            "no mtp drafter; --draft-model and --speculative-drafter lookup work with every family",
+        ),
+        (["info", __file__], "`turbospark steering info` looks at a control vector"),
         (["run", "tiny", "--messages-file", "absent.json"], "No such file or directory"),
         (["run", "tiny", "hi", "--max-context", "8", "--max-new", "9"], "exceeds max_context 8"),
         (["run", "tiny", "hi", "--max-context", "8"], "exceeds max_context 8"),
@@ -233,6 +249,14 @@ def test_a_refusal_is_one_line_and_exit_code_1(
     found = turbospark(*argv)
     assert (found.code, found.out) == (1, "")
     assert message in found.err and found.err.count("\n") == 1
+
+
+def test_every_text_that_is_put_into_flags_is_still_raised() -> None:
+    room = Path(cli.__file__).parent
+    files = [path for path in room.parent.rglob("*.py") if room not in path.parents]
+    code = re.sub(r'"\s*f?"', "", "".join(path.read_text("utf-8") for path in files))
+    code = code.replace("{asked}", "").replace('", path)', " needs a tokenizer")  # as raised
+    assert [said for said in FLAGS if said not in code] == []
 
 
 def test_with_json_a_refusal_is_an_object_as_well(turbospark: Command) -> None:

@@ -34,7 +34,7 @@ def test_a_local_conversion_is_installed_under_a_name(
     assert turbospark("synth", "llama", "--name", "drawn", "--layers", 1).code == 0
     assert (tmp_path / "models" / "me--llama.gturbo" / "manifest.json").is_file()
     names = [row["name"] for row in json.loads(turbospark("list", "--json").out)]
-    assert names == ["drawn", "me--llama"]
+    assert names == ["drawn", "me/llama"]
     assert turbospark("info", "me/llama").code == 0
 
 
@@ -148,7 +148,7 @@ def test_list_shows_every_model_and_damage(
     monkeypatch.setenv("TURBOSPARK_HOME", str(tmp_path))
     lines = turbospark("list").out.splitlines()
     assert [line.split()[0] for line in lines] == ["tiny", "torn", "wordless"]
-    assert lines[0].split()[-1] == "llama" and "damaged: manifest version 9" in lines[1]
+    assert lines[0].endswith("llama (llama)") and "damaged: manifest version 9" in lines[1]
     rows = json.loads(turbospark("list", "--json").out)
     size = sum(p.stat().st_size for p in model.rglob("*") if p.is_file())
     assert rows[0] == {
@@ -156,6 +156,7 @@ def test_list_shows_every_model_and_damage(
         "path": str(tmp_path / "models" / "tiny.gturbo"),
         "bytes": size,
         "family": "llama",
+        "model_type": "llama",
     }
 
 

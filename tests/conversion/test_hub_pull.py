@@ -123,7 +123,7 @@ def test_a_repository_is_installed_under_its_name(hub: FakeHub, tmp_path: Path) 
     save_folder(hub.folder, llama_tensors(), LLAMA)
     path = get(revision="v2")
     assert path == tmp_path / "home" / "models" / "owner--model.gturbo"
-    assert [m.name for m in installed()] == ["owner--model"]
+    assert [m.name for m in installed()] == ["owner/model"]
     with Install.open(path, verify="receipt") as install:
         source = install.manifest.extension["source"]
         assert (source["repo"], source["revision"], source["name"]) == (

@@ -51,7 +51,10 @@ def test_a_repository_name_finds_its_install(store: Path) -> None:
     path = install_path("someone/tiny-moe")
     assert path == store / "someone--tiny-moe.gturbo"
     Original(path)
-    assert resolve("someone/tiny-moe") == path
+    assert resolve("someone/tiny-moe") == resolve("someone--tiny-moe") == path
+    assert [m.name for m in installed()] == ["someone/tiny-moe"]
+    with pytest.raises(ModelNotFoundError, match="installed: someone/tiny-moe"):
+        resolve("someone/tiny-mo")
 
 
 def test_an_unknown_name_lists_near_ones(store: Path) -> None:

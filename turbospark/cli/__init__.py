@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from turbospark.cli.console import flags
 from turbospark.cli.parser import parse
 from turbospark.errors import OptionError, TurbosparkError
 from turbospark.loading import load
@@ -56,7 +57,7 @@ def _command(where: str) -> Callable[[Any], int]:
 
 def _refuse(error: Exception, as_json: bool, code: int) -> int:
     """One line on standard error; with --json the same as an object on standard output."""
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = flags(" ".join(str(error).split())) or type(error).__name__
     print(f"turbospark: {message}", file=sys.stderr)
     if as_json:
         print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))

@@ -15,6 +15,25 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+# What the library says of its options -> what a person at a terminal can type.
+FLAGS = {
+    "draft_model and prompt_lookup work": "--draft-model and --speculative-drafter lookup work",
+    "no drafter is open; name one in speculation when opening":
+        "no drafter is open; name one by --speculative-drafter or --draft-model",
+    "draft_tokens=": "--draft-tokens ",
+    "a list of chat messages needs a tokenizer": "a text needs a tokenizer",
+    "a text prompt needs a tokenizer": "a text needs a tokenizer",
+    "pass token ids, or": "`turbospark run MODEL --ids 1,2,3` takes token ids, or",
+    "use stop_token_ids": "use --stop-token-id",
+}  # fmt: skip
+
+
+def flags(text: str) -> str:
+    """A refusal of the library in the words of the command line."""
+    for said, typed in FLAGS.items():
+        text = text.replace(said, typed)
+    return text
+
 
 def show(args: Namespace, data: Any, text: str) -> None:
     """Print `data` as one JSON document with --json, else `text`."""

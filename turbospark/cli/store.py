@@ -13,7 +13,7 @@ from typing import Any
 import turbospark
 from turbospark.cli.console import note, show, size, table
 from turbospark.cli.parser import SIZES
-from turbospark.errors import ModelFormatError, OptionError
+from turbospark.errors import ModelFormatError, OptionError, UnsupportedError
 from turbospark.families import family_for_wire
 from turbospark.install import balance
 from turbospark.install.manifest import Manifest
@@ -99,22 +99,29 @@ def _formats(manifest: Manifest) -> dict[str, int]:
 def list_models(args: Namespace) -> int:
     """turbospark list"""
     models = installed()
-    families = [_family(model.path) for model in models]
+    kinds = [_kind(model.path) for model in models]
     width = max((len(model.name) for model in models), default=0)
-    rows = list(zip(models, families, strict=True))
-    lines = [f"{m.name:<{width}}  {size(m.size):>10}  {family}" for m, family in rows]
-    data = [
-        {"name": m.name, "path": m.path, "bytes": m.size, "family": family} for m, family in rows
-    ]
+    rows = list(zip(models, kinds, strict=True))
+    lines = [f"{m.name:<{width}}  {size(m.size):>10}  {_spelled(kind)}" for m, kind in rows]
+    data = [{"name": m.name, "path": m.path, "bytes": m.size, **kind} for m, kind in rows]
     show(args, data, "\n".join(lines) or f"no model is installed in {models_dir()}")
     return 0
 
 
-def _family(path: Path) -> str:
+def _kind(path: Path) -> dict[str, Any]:
+    """Family and model type, as `info` names them; what is wrong where they cannot be read."""
     try:
-        return Manifest.read(path).arch.family
-    except ModelFormatError as error:
-        return f"damaged: {error}"
+        manifest = Manifest.read(path)
+        family = family_for_wire(manifest.arch.family)
+        values = manifest.extension.get("config") or family.config_from_arch(manifest.arch)
+    except (ModelFormatError, UnsupportedError) as error:
+        return {"family": f"damaged: {error}", "model_type": None}
+    found = values.get("model_type") if isinstance(values, dict) else None
+    return {"family": family.name, "model_type": found}
+
+
+def _spelled(kind: dict[str, Any]) -> str:
+    return kind["family"] + (f" ({kind['model_type']})" if kind["model_type"] else "")
 
 
 def remove(args: Namespace) -> int:
@@ -147,7 +154,7 @@ def _readable(data: dict[str, Any]) -> dict[str, Any]:
     refused = [name for name, cause in data["capabilities"].items() if isinstance(cause, str)]
     return {
         "model": data["model"],
-        "family": f"{data['family']} ({data['model_type']})",
+        "family": _spelled(data),
         "source": ", ".join(map(str, named)),
         "size": size(data["bytes"]),
         "formats": ", ".join(f"{count} x {name}" for name, count in data["formats"].items()),

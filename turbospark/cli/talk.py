@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turbospark import GenerationOptions, GenerationResult, OpenOptions, Runner
-from turbospark.cli.console import emit, interruptible, note, rate, show
+from turbospark.cli.console import emit, flags, interruptible, note, rate, show
 from turbospark.cli.parser import opening, sampling
 from turbospark.errors import (
     ContextOverflowError,
@@ -78,7 +78,7 @@ def _turn(
         if not sys.stdin.isatty():
             raise
         hint = "; /reset starts again" if isinstance(error, ContextOverflowError) else ""
-        note(f"turbospark: {error}{hint}")
+        note(f"turbospark: {flags(str(error))}{hint}")
         return
     messages[:] = [*asked, {"role": "assistant", "content": result.text or ""}]
     if args.json:
@@ -173,7 +173,7 @@ def _open(args: Namespace, **changes: Any) -> Runner:
     options = OpenOptions.interactive(**opening(args), **changes)
     runner = Runner.open(args.model, options, progress=_watched(args))
     if runner.resolved.draft_note and args.speculative == "auto":
-        note(f"turbospark: nothing is drafted: {runner.resolved.draft_note}")
+        note(f"turbospark: nothing is drafted: {flags(runner.resolved.draft_note)}")
     if runner.steering_line and not args.quiet:
         note(f"steering {runner.steering_line}")
     return runner

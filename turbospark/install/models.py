@@ -53,7 +53,9 @@ def install_path(name: str) -> Path:
 def installed() -> list[InstalledModel]:
     """Every complete install of the store, by name; the original's `text/` folder included."""
     return [
-        InstalledModel(name, path, sum(p.stat().st_size for p in path.rglob("*") if p.is_file()))
+        InstalledModel(
+            _shown(name), path, sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+        )
         for name, path in sorted(_paths().items())
     ]
 
@@ -74,6 +76,12 @@ def _store_name(name: str) -> str:
     return name.removesuffix(SUFFIX).replace("/", "--")
 
 
+def _shown(name: str) -> str:
+    """The name as it was given: "owner--repo" is "owner/repo". Commands take either."""
+    given = name.replace("--", "/", 1)
+    return given if _NAME.fullmatch(given) else name
+
+
 def resolve(name_or_path: str | Path) -> Path:
     """The directory of a model: an existing directory wins, then the name of an installed model.
 
@@ -89,10 +97,11 @@ def resolve(name_or_path: str | Path) -> Path:
     if path.is_file():
         raise PartialInstallError(
             f"'{printable(str(name_or_path))}' is a file; an install is a directory, "
-            "`turbospark convert` makes one from a checkpoint or a GGUF file"
+            "`turbospark convert` makes one from a checkpoint or a GGUF file, and "
+            "`turbospark steering info` looks at a control vector"
         )
     near = difflib.get_close_matches(wanted, models, n=3, cutoff=0.5) or sorted(models)[:5]
-    hint = f"installed: {', '.join(near)}" if near else "no model is installed"
+    hint = f"installed: {', '.join(map(_shown, near))}" if near else "no model is installed"
     name = str(name_or_path)
     wish = name if _REPO.fullmatch(name) else "OWNER/NAME"
     raise ModelNotFoundError(
