@@ -111,6 +111,7 @@ def test_a_model_of_full_layers_needs_no_window() -> None:
         ({"rope_parameters": {S: {"rope_type": "llama3"}}}, r"sliding_attention: .*'llama3'"),
         ({"rope_scaling": ["linear"]}, r"rope_scaling = \['linear'\]; expected an object"),
         ({"rope_parameters": {S: "linear", F: {}}}, r"attention = 'linear'; expected"),
+        ({"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar = 0; expected at least 1e-06"),
         ({"query_pre_attn_scalar": "x"}, r"query_pre_attn_scalar = 'x'; expected a number"),
     ],
 )

@@ -196,6 +196,7 @@ def test_layer_types_beat_the_interval() -> None:
         (TINY, {"rope_parameters": None, "rope_scaling": "yarn"}, r"'yarn'; expected an object"),
         (TINY, {"intermediate_size": None}, r"required key intermediate_size is missing"),
         (TINY, {"norm_convention": "shifted"}, r"norm_convention = 'shifted'.*'plain'"),
+        (TINY, {"mtp_tensors": [{}]}, r"mtp_tensors = \['\{\}'\]"),
         (TINY, {"mtp_tensors": ["mtp.fc.bias"]}, r"mtp_tensors = \['mtp.fc.bias'\]"),
         (TINY_MOE, {"mtp_tensors": ["mtp.fc.weight"]}, r"mtp_tensors = \['mtp.fc.weight'\]"),
         (TINY_MOE, {"norm_topk_prob": False}, r"norm_topk_prob = False.*True"),

@@ -253,9 +253,7 @@ def test_threads_that_asked_are_all_answered_when_the_server_stops(
             for _ in api.chat.completions.create(**LONG):
                 pass
             ended.append("whole")
-        except openai.APIError as error:
-            ended.append(type(error).__name__)
-        except httpx.HTTPError as error:
+        except Exception as error:  # the client's own, or that of the transport it came with
             ended.append(type(error).__name__)
 
     with bench["serving"](runner) as url:

@@ -97,7 +97,7 @@ def read_config(c: ConfigReader) -> Config:
         num_attention_heads=c.int("num_attention_heads", 8),
         layer_types=types,
         kinds={SLIDING: _kind(c, SLIDING, window), FULL: _kind(c, FULL, None)},
-        query_pre_attn_scalar=c.float("query_pre_attn_scalar", 256.0),
+        query_pre_attn_scalar=c.float("query_pre_attn_scalar", 256.0, minimum=1e-6),
         rms_norm_eps=c.eps("rms_norm_eps", 1e-6),
         max_position_embeddings=c.int("max_position_embeddings", 131072),
         final_logit_softcapping=c.float("final_logit_softcapping", 0.0),

@@ -125,7 +125,7 @@ def read_config(c: ConfigReader) -> Config:
         mtp_num_hidden_layers=c.int("mtp_num_hidden_layers", 1, minimum=0),
         norm_convention=c.str("norm_convention", CENTRED),
         mtp_norm_convention=c.str("mtp_norm_convention", CENTRED),
-        mtp_tensors=tuple(c.list("mtp_tensors") or ()),
+        mtp_tensors=tuple(map(str, c.list("mtp_tensors") or ())),
     )
     _check(config, c.where)
     return replace(config, dflash=read_dflash(c.values.get("dflash"), config))
