@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkout import ROOT, commit
 
-ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, WIDTH, EXPERTS, LAYERS, FFN = 2048, 1024, 64, 2, 4096
 SLACK = 512 << 20
 GGUF_TYPES = {"F32": (0, 1, 4), "Q6_K": (14, 256, 210), "Q5_K": (13, 256, 176)}  # id, values, bytes
@@ -248,16 +248,13 @@ def record(gib: float, rows: list[dict[str, Any]]) -> None:
 
     import turbospark
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     result = {
         "what": "peak resident set of one conversion process (getrusage)",
         "promise": "1.5 x largest tensor + 512 MiB",
         "command": f"python benchmarks/convert_memory.py --gib {gib} --write",
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "versions": {
-            "turbospark": turbospark.__version__, "commit": commit, "mlx": mx.__version__,
+            "turbospark": turbospark.__version__, "commit": commit(), "mlx": mx.__version__,
             "numpy": np.__version__, "python": platform.python_version(),
         },
         "rows": rows,

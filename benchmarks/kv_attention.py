@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from checkout import ROOT, commit
 
 from turbospark.cache.packed import packed_specs
 from turbospark.cache.specs import PackedSpec
@@ -44,7 +43,6 @@ from turbospark.kernels.packed_attention import (
 from turbospark.kernels.packed_decode import Tuning
 from turbospark.layers.weights import Weights
 
-ROOT = Path(__file__).resolve().parents[1]
 KV, GROUP, DIM, RING = 8, 4, 128, 128
 LENGTHS = (32768, 131072)
 CACHE_BYTES = 400 << 20
@@ -268,14 +266,6 @@ def main() -> None:
         }
         out = ROOT / "benchmarks" / "results" / "kv_attention.json"
         out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def commit() -> str:
-    """The commit of this checkout, "unknown" outside one."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

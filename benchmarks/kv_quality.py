@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from checkout import ROOT, commit
 
 from turbospark import OpenOptions, Runner, convert
 from turbospark.cache.attend import Step
@@ -45,7 +45,6 @@ from turbospark.kernels import kv_codec
 from turbospark.kernels.packed_attention import first_exact
 from turbospark.layers.linear import Linear
 
-ROOT = Path(__file__).resolve().parents[1]
 WIDTHS = {"4": (4, 4), "3.5": (4, 3), "3": (3, 3), "2": (2, 2)}
 CHUNK = 256
 
@@ -317,14 +316,6 @@ def record(rows: list[dict[str, Any]]) -> None:
         "rows": list(kept.values()),
     }
     out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def commit() -> str:
-    """The commit of this checkout, "unknown" outside one."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import tempfile
 import time
 from importlib.metadata import version
@@ -27,11 +26,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from checkout import ROOT, commit
 
 from turbospark import OpenOptions, Runner, synth
 from turbospark.opening import SCORE_BYTES
 
-ROOT = Path(__file__).resolve().parents[1]
 CHUNK, VOCAB = 512, 32_000
 SIZES: dict[str, Any] = {"hidden": 128, "heads": 2, "head_dim": 32}
 # As few layers as the model type allows: a prompt of 32,768 tokens is long on a CPU.
@@ -103,14 +102,6 @@ def main() -> None:
     if args.write:
         out = ROOT / "benchmarks" / "results" / "prefill_memory.json"
         out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def commit() -> str:
-    """The commit of this checkout, "unknown" outside one."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

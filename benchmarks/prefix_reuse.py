@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,10 +24,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from checkout import ROOT, commit
+
 from turbospark import OpenOptions, Runner
 from turbospark.generation import Token
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXT = (
     "The keeper of the lighthouse wrote down every ship that passed, its flag and its hour. "
     "In the winter of that year no ship passed for forty days. "
@@ -146,14 +146,6 @@ def main() -> None:
     if args.write:
         out = ROOT / "benchmarks" / "results" / "prefix_reuse.json"
         out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def commit() -> str:
-    """The commit of this checkout, "unknown" outside one."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -16,16 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from checkout import ROOT, commit
+
 from turbospark import DraftPolicies, OpenOptions, Runner, synth
 from turbospark.cli.machine import machine, versions
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 THINGS = ("green door", "red roof", "white gate", "blue fence", "grey wall", "brown floor")
 LIST = "".join(f"{n}. House {n} has a {thing}.\n" for n, thing in enumerate(THINGS, 1))
@@ -126,16 +126,13 @@ def main() -> None:
     if not figures:
         parser.error("give --model INSTALL, --cost or both")
     device = next(iter(figures.values()))["device"]
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
     flags = [f"--model {args.model.name}"] if args.model else []
     flags += [f"--{name}" for name in ("cost", "quick", "write") if getattr(args, name)]
     report = {
         "what": "decode speed with prompt lookup; cost of verifying n rows against one",
         "command": f"python benchmarks/speculation.py {' '.join(flags)}",
         "machine": machine(device),
-        "versions": {**versions(), "commit": commit},
+        "versions": {**versions(), "commit": commit()},
         **figures,
     }
     text = json.dumps(report, indent=1)
