@@ -24,6 +24,8 @@ from turbospark.families.config import ConfigReader
 from turbospark.families.dflash_shapes import PREFIX, DflashConfig, dflash_shapes, read_dflash
 from turbospark.families.names import expert_pieces, plain_name
 from turbospark.families.qwen3_5_shapes import (
+    SAME,
+    SAME_DELTA,
     attention_shapes,
     delta_shapes,
     mlp_shapes,
@@ -161,7 +163,7 @@ def _layer_types(c: ConfigReader, layers: int) -> tuple[str, ...]:
 
 
 def _delta(c: ConfigReader) -> DeltaShape:
-    defaults = dict(zip(_SAME_DELTA, (16, 32, 128, 128, 4), strict=True))
+    defaults = dict(zip(SAME_DELTA, (16, 32, 128, 128, 4), strict=True))
     c.int("linear_conv_kernel_dim", 4, minimum=2)
     return DeltaShape(*(c.int(key, default) for key, default in defaults.items()))
 
@@ -200,28 +202,11 @@ def complete_config(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> dic
     }
 
 
-# config.json key -> field of the architecture, where the value is the same.
-_SAME = {
-    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads", "num_experts_per_tok": "top_k_experts",
-} | {
-    key: key for key in (
-        "hidden_size", "head_dim", "vocab_size", "rope_theta", "partial_rotary_factor",
-        "tie_word_embeddings", "num_experts", "moe_intermediate_size",
-    )
-}  # fmt: skip
-_SAME_DELTA = {  # in the order of DeltaShape
-    "linear_num_key_heads": "linear_num_k_heads", "linear_num_value_heads": "linear_num_v_heads",
-    "linear_key_head_dim": "linear_key_head_dim", "linear_value_head_dim": "linear_value_head_dim",
-    "linear_conv_kernel_dim": "linear_conv_kernel_size",
-}  # fmt: skip
-
-
 def arch(c: Config) -> ArchConfig:
     """The manifest's description of the architecture."""
     return ArchConfig(
-        **{field: getattr(c, key) for key, field in _SAME.items()},
-        **dict(zip(_SAME_DELTA.values(), vars(c.delta).values(), strict=True)),
+        **{field: getattr(c, key) for key, field in SAME.items()},
+        **dict(zip(SAME_DELTA.values(), vars(c.delta).values(), strict=True)),
         **{**PLAIN, "attn_output_gate": True, "shared_expert_gated": c.num_experts > 0},
         **yarn_to_arch(c.rope_scaling),
         family=WIRES[c.model_type],
@@ -241,7 +226,7 @@ def config_from_arch(a: ArchConfig) -> dict[str, Any]:
     if a.linear_output_gate_sigmoid:
         raise UnsupportedError(f"linearOutputGateSigmoid = true is not supported by {a.family}")
     width = "shared_expert_intermediate_size" if a.num_experts else "intermediate_size"
-    return {key: getattr(a, field) for key, field in (_SAME | _SAME_DELTA).items()} | {
+    return {key: getattr(a, field) for key, field in (SAME | SAME_DELTA).items()} | {
         "model_type": "qwen3_5_moe_text" if a.num_experts else "qwen3_5_text",
         width: a.intermediate_size,
         "rms_norm_eps": 1e-6,
@@ -396,7 +381,10 @@ def weight_shapes(c: Config) -> Shapes:
     for i, kind in enumerate(c.layer_types):
         name = f"model.layers.{i}"
         shapes |= norm_shapes(c, name)
-        shapes |= attention_shapes(c, name) if kind == FULL else delta_shapes(c, name)
+        if kind == FULL:
+            shapes |= attention_shapes(c, name)
+        else:
+            shapes |= delta_shapes(c, name, taps_last=c.centred)
         if c.num_experts:
             shapes[f"{name}.mlp.gate.weight"] = (c.num_experts, hidden)
             shapes[f"{name}.mlp.shared_expert_gate.weight"] = (1, hidden)

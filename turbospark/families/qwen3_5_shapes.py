@@ -1,6 +1,7 @@
 """Names and shapes of the tensors of a Qwen 3.5 block, and of its multi-token-prediction head.
 
-Knows the fields of the family's config. Does not know how anything is computed.
+Knows the fields of the family's config, and which of them the manifest records as they are. Does
+not know how anything is computed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 Shapes = dict[str, tuple[int, ...]]
+
+# config.json key -> field of the architecture, where the value is the same.
+SAME = {
+    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads", "num_experts_per_tok": "top_k_experts",
+} | {
+    key: key for key in (
+        "hidden_size", "head_dim", "vocab_size", "rope_theta", "partial_rotary_factor",
+        "tie_word_embeddings", "num_experts", "moe_intermediate_size",
+    )
+}  # fmt: skip
+SAME_DELTA = {  # in the order of DeltaShape
+    "linear_num_key_heads": "linear_num_k_heads", "linear_num_value_heads": "linear_num_v_heads",
+    "linear_key_head_dim": "linear_key_head_dim", "linear_value_head_dim": "linear_value_head_dim",
+    "linear_conv_kernel_dim": "linear_conv_kernel_size",
+}  # fmt: skip
 
 
 def mtp_shapes(c: Any) -> Shapes:
@@ -38,14 +55,15 @@ def attention_shapes(c: Any, name: str) -> Shapes:
     return shapes | {f"{name}.self_attn.{p}_norm.weight": (c.head_dim,) for p in "qk"}
 
 
-def delta_shapes(c: Any, name: str) -> Shapes:
+def delta_shapes(c: Any, name: str, taps_last: bool) -> Shapes:
+    """`taps_last`: convolutions are [channels, 1, taps], not [channels, taps, 1]."""
     d, hidden, mixer = c.delta, c.hidden_size, f"{name}.linear_attn"
     return {
         f"{mixer}.in_proj_qkv.weight": (d.channels, hidden),
         f"{mixer}.in_proj_z.weight": (d.values, hidden),
         f"{mixer}.in_proj_b.weight": (d.value_heads, hidden),
         f"{mixer}.in_proj_a.weight": (d.value_heads, hidden),
-        f"{mixer}.conv1d.weight": (d.channels, *((1, d.taps) if c.centred else (d.taps, 1))),
+        f"{mixer}.conv1d.weight": (d.channels, *((1, d.taps) if taps_last else (d.taps, 1))),
         f"{mixer}.A_log": (d.value_heads,),
         f"{mixer}.dt_bias": (d.value_heads,),
         f"{mixer}.norm.weight": (d.value_dim,),

@@ -12,6 +12,7 @@ from typing import Any
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.families.archs import PLAIN, check_heads
 from turbospark.families.config import ConfigReader
+from turbospark.families.qwen3_5_shapes import SAME, SAME_DELTA
 from turbospark.install.arch import ArchConfig
 from turbospark.layers.gated_delta import DeltaShape
 from turbospark.layers.ngram import NgramHash
@@ -92,7 +93,7 @@ def read_config(c: ConfigReader) -> Config:
     layers, hidden = c.int("num_hidden_layers"), c.int("hidden_size", 2048)
     types = _layer_types(c, layers)
     c.int("linear_conv_kernel_dim", 4, minimum=2)
-    delta = (c.int(k, d) for k, d in zip(_SAME_DELTA, (16, 32, 128, 128, 4), strict=True))
+    delta = (c.int(k, d) for k, d in zip(SAME_DELTA, (16, 32, 128, 128, 4), strict=True))
     config = Config(
         model_type=c.str("model_type"),
         vocab_size=c.int("vocab_size", 248320),
@@ -226,21 +227,7 @@ def _eos(c: ConfigReader) -> int:
 
 
 # config.json key -> field of the architecture, where the value is the same.
-_SAME = {
-    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads", "num_experts_per_tok": "top_k_experts",
-    "hc_count": "hc_mult", "hc_lowrank": "hc_lowrank",
-} | {
-    key: key for key in (
-        "hidden_size", "head_dim", "vocab_size", "rope_theta", "partial_rotary_factor",
-        "tie_word_embeddings", "num_experts", "moe_intermediate_size",
-    )
-}  # fmt: skip
-_SAME_DELTA = {  # in the order of DeltaShape
-    "linear_num_key_heads": "linear_num_k_heads", "linear_num_value_heads": "linear_num_v_heads",
-    "linear_key_head_dim": "linear_key_head_dim", "linear_value_head_dim": "linear_value_head_dim",
-    "linear_conv_kernel_dim": "linear_conv_kernel_size",
-}  # fmt: skip
+_SAME = SAME | {"hc_count": "hc_mult", "hc_lowrank": "hc_lowrank"}
 _SAME_INDEX = {
     "indexer_n_heads": "ca_index_n_heads", "indexer_kv_heads": "ca_index_kv_heads",
     "indexer_head_dim": "ca_index_head_dim", "indexer_budget": "ca_index_budget",
@@ -272,7 +259,7 @@ def arch(c: Config) -> ArchConfig:
         }
     return ArchConfig(
         **{field: getattr(c, key) for key, field in _SAME.items()},
-        **dict(zip(_SAME_DELTA.values(), vars(c.delta).values(), strict=True)),
+        **dict(zip(SAME_DELTA.values(), vars(c.delta).values(), strict=True)),
         **{**PLAIN, "attn_output_gate": True, "shared_expert_gated": True},
         **index,
         **ngrams,
@@ -291,7 +278,7 @@ def arch(c: Config) -> ArchConfig:
 
 def config_from_arch(a: ArchConfig) -> dict[str, Any]:
     """config.json keys for an install that records only the architecture."""
-    same = _SAME | _SAME_DELTA
+    same = _SAME | SAME_DELTA
     if a.ca_index_n_heads:
         same |= _SAME_INDEX
     if a.ple_layer_ids:

@@ -18,6 +18,7 @@ from turbospark.cache.state import LayerStates
 from turbospark.experts.base import ExpertStore
 from turbospark.families.base import Capabilities, ExpertShape, Family, Piece
 from turbospark.families.names import expert_pieces, plain_name
+from turbospark.families.qwen3_5_shapes import Shapes, attention_shapes, delta_shapes
 from turbospark.families.qwen4_config import (
     LINEAR,
     SPARSE,
@@ -36,8 +37,6 @@ from turbospark.layers.rope import Rope, make_rope
 from turbospark.layers.weights import Weights
 
 # --- args check: qwen4_config.py ------------------------------------------------------------------
-
-Shapes = dict[str, tuple[int, ...]]
 
 # --- attention ------------------------------------------------------------------------------------
 
@@ -193,7 +192,9 @@ def weight_shapes(c: Config) -> Shapes:
         name = f"model.layers.{i}"
         for part in ("attn", "mlp"):
             shapes |= _hyper_shapes(c, f"{name}.{part}_hyper_connection", writes=True)
-        shapes |= _attention_shapes(c, name) if kind == SPARSE else _delta_shapes(c, name)
+        shapes |= (
+            _attention_shapes(c, name) if kind == SPARSE else delta_shapes(c, name, taps_last=True)
+        )
         shapes |= _mlp_shapes(c, f"{name}.mlp")
         if i in c.ngrams:
             shapes |= _ngram_shapes(c, f"{name}.ple")
@@ -211,30 +212,10 @@ def _hyper_shapes(c: Config, name: str, writes: bool) -> Shapes:
 
 def _attention_shapes(c: Config, name: str) -> Shapes:
     assert c.indexer is not None  # `read_config` said so
-    hidden, kv = c.hidden_size, c.num_key_value_heads * c.head_dim
-    q, i, mixer = c.num_attention_heads * c.head_dim, c.indexer, f"{name}.self_attn"
-    matrices = {"q": (2 * q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
-    shapes: Shapes = {f"{mixer}.{p}_proj.weight": s for p, s in matrices.items()}
-    if c.attention_bias:
-        shapes |= {f"{mixer}.{p}_proj.bias": s[:1] for p, s in matrices.items()}
-    shapes |= {f"{mixer}.{p}_norm.weight": (c.head_dim,) for p in "qk"}
-    shapes[f"{mixer}.indexer.index_qk_proj.weight"] = ((i.heads + 1) * i.head_dim, hidden)
-    return shapes | {f"{mixer}.indexer.{p}_layernorm.weight": (i.head_dim,) for p in "qk"}
-
-
-def _delta_shapes(c: Config, name: str) -> Shapes:
-    d, hidden, mixer = c.delta, c.hidden_size, f"{name}.linear_attn"
-    return {
-        f"{mixer}.in_proj_qkv.weight": (d.channels, hidden),
-        f"{mixer}.in_proj_z.weight": (d.values, hidden),
-        f"{mixer}.in_proj_b.weight": (d.value_heads, hidden),
-        f"{mixer}.in_proj_a.weight": (d.value_heads, hidden),
-        f"{mixer}.conv1d.weight": (d.channels, 1, d.taps),
-        f"{mixer}.A_log": (d.value_heads,),
-        f"{mixer}.dt_bias": (d.value_heads,),
-        f"{mixer}.norm.weight": (d.value_dim,),
-        f"{mixer}.out_proj.weight": (hidden, d.values),
-    }
+    i, indexer = c.indexer, f"{name}.self_attn.indexer"
+    shapes = attention_shapes(c, name)
+    shapes[f"{indexer}.index_qk_proj.weight"] = ((i.heads + 1) * i.head_dim, c.hidden_size)
+    return shapes | {f"{indexer}.{p}_layernorm.weight": (i.head_dim,) for p in "qk"}
 
 
 def _mlp_shapes(c: Config, name: str) -> Shapes:
