@@ -124,6 +124,70 @@ TS_FN float ts_sum_apart(TS_THREAD float* v, int lane) {
 }
 """
 
+# How a body ends that has set `live`, `score` and `vr` of its turn: the running softmax of a
+# simdgroup, then its rows and the threadgroup's simdgroups together. `query0` numbers its queries.
+ACCUMULATE = r"""
+    float top_new = live ? score : -1e30f;
+    TS_UNROLL
+    for (int mask = TURN_BIT; mask < 32; mask <<= 1)
+      top_new = ts_max(top_new, ts_shuffle_xor(top_new, mask));
+    top_new = ts_max(top, top_new);
+    const float fade = ts_fast_exp(top - top_new);
+    const float p = live ? ts_fast_exp(score - top_new) : 0.0f;
+    top = top_new;
+    sum = ts_fma(sum, fade, p);
+
+    TS_UNROLL
+    for (int g = 0; g < GQ; g++) {
+      const float f = ts_shuffle(fade, g * SAME);
+      TS_UNROLL
+      for (int j = 0; j < 8; j++) acc[g][j] *= f;
+      TS_UNROLL
+      for (int i = 0; i < TURNS; i++) {
+        const float w = ts_shuffle(p, row_of_lane * LANES + i * TURN_BIT + g * SAME);
+        TS_UNROLL
+        for (int j = 0; j < 8; j++) acc[g][j] = ts_fma(w, vr[i][j], acc[g][j]);
+      }
+    }
+  }
+
+  // Rows that a simdgroup read at once, then the simdgroups.
+  TS_UNROLL
+  for (int mask = TURN_BIT; mask < 32; mask <<= 1) sum += ts_shuffle_xor(sum, mask);
+  for (int g = 0; g < GQ; g++) {
+    for (int j = 0; j < 8; j++) {
+      TS_UNROLL
+      for (int mask = LANES; mask < 32; mask <<= 1) acc[g][j] += ts_shuffle_xor(acc[g][j], mask);
+      if (lane < LANES) acc_s[(sg * GQ + g) * D + dim + j] = acc[g][j];
+    }
+  }
+  if (lane < TURN_BIT && lane % SAME == 0) {
+    max_s[sg * GP + my_query] = top;
+    sum_s[sg * GP + my_query] = sum;
+  }
+  ts_barrier();
+  for (int i = tid; i < GQ * D; i += 32 * SG) {
+    const int g = i / D;
+    float all = -1e30f;
+    for (int k = 0; k < SG; k++) all = ts_max(all, max_s[k * GP + g]);
+    float total = 0.0f;
+    float value = 0.0f;
+    for (int k = 0; k < SG; k++) {
+      const float f = ts_fast_exp(max_s[k * GP + g] - all);
+      total = ts_fma(f, sum_s[k * GP + g], total);
+      value = ts_fma(f, acc_s[(k * GQ + g) * D + i % D], value);
+    }
+    if (q0 + g < NQ) {
+      const int64_t at = int64_t(query0 + g) * splits + split;
+      if (begin < stop) o[at * D + i % D] = value;
+      if (i % D == 0) {
+        ml[at * 2] = all;
+        ml[at * 2 + 1] = total;
+      }
+    }
+  }
+"""
+
 # A lane owns 8 dims of a row; LANES lanes hold a row, a simdgroup AT_ONCE rows. Scores of TURNS
 # turns and GQ queries are summed over a row's lanes together, so that every lane ends up with the
 # score of one (turn, query), and takes its exponential.
@@ -132,7 +196,6 @@ PARTIAL = r"""
   constexpr int AT_ONCE = 32 / LANES;
   constexpr int BLOCK = AT_ONCE * TURNS;
   constexpr int SAME = LANES / (TURNS * GP);  // lanes that end up with the same score
-  constexpr int QUERY_BIT = SAME;
   constexpr int TURN_BIT = SAME * GP;
   const int tid = int(thread_index_in_threadgroup);
   const int lane = int(thread_index_in_simdgroup);
@@ -140,6 +203,7 @@ PARTIAL = r"""
   const int split = int(threadgroup_position_in_grid.x);
   const int kv = int(threadgroup_position_in_grid.y);
   const int q0 = int(threadgroup_position_in_grid.z) * GQ;
+  const int query0 = kv * NQ + q0;
   const int capacity = sizes[0];
   const int splits = sizes[1];
   const int count = length[0];
@@ -157,7 +221,7 @@ PARTIAL = r"""
 
   const int dim = lane % LANES * 8;
   const int row_of_lane = lane / LANES;
-  const int my_query = lane / QUERY_BIT % GP;
+  const int my_query = lane / SAME % GP;
   const int my_turn = lane % LANES / TURN_BIT;
   // The newest position that my query sees.
   const int last = count - M + (q0 + my_query) % M;
@@ -203,77 +267,15 @@ PARTIAL = r"""
     const bool live =
         slot < stop && position <= last && (WINDOW == 0 || position > last - WINDOW);
     if (CAPPED) score = numbers[1] * ts_tanh(score / numbers[1]);
-    float top_new = live ? score : -1e30f;
-    TS_UNROLL
-    for (int mask = TURN_BIT; mask < 32; mask <<= 1)
-      top_new = ts_max(top_new, ts_shuffle_xor(top_new, mask));
-    top_new = ts_max(top, top_new);
-    const float fade = ts_fast_exp(top - top_new);
-    const float p = live ? ts_fast_exp(score - top_new) : 0.0f;
-    top = top_new;
-    sum = ts_fma(sum, fade, p);
-
-    TS_UNROLL
-    for (int g = 0; g < GQ; g++) {
-      const float f = ts_shuffle(fade, g * QUERY_BIT);
-      TS_UNROLL
-      for (int j = 0; j < 8; j++) acc[g][j] *= f;
-      TS_UNROLL
-      for (int i = 0; i < TURNS; i++) {
-        const float w = ts_shuffle(p, row_of_lane * LANES + i * TURN_BIT + g * QUERY_BIT);
-        TS_UNROLL
-        for (int j = 0; j < 8; j++) acc[g][j] = ts_fma(w, vr[i][j], acc[g][j]);
-      }
-    }
-  }
-
-  // Rows that a simdgroup read at once, then the simdgroups.
-  TS_UNROLL
-  for (int mask = TURN_BIT; mask < 32; mask <<= 1) sum += ts_shuffle_xor(sum, mask);
-  for (int g = 0; g < GQ; g++) {
-    for (int j = 0; j < 8; j++) {
-      TS_UNROLL
-      for (int mask = LANES; mask < 32; mask <<= 1) acc[g][j] += ts_shuffle_xor(acc[g][j], mask);
-      if (lane < LANES) acc_s[(sg * GQ + g) * D + dim + j] = acc[g][j];
-    }
-  }
-  if (lane < TURN_BIT && lane % QUERY_BIT == 0) {
-    max_s[sg * GP + my_query] = top;
-    sum_s[sg * GP + my_query] = sum;
-  }
-  ts_barrier();
-  for (int i = tid; i < GQ * D; i += 32 * SG) {
-    const int g = i / D;
-    float all = -1e30f;
-    for (int k = 0; k < SG; k++) all = ts_max(all, max_s[k * GP + g]);
-    float total = 0.0f;
-    float value = 0.0f;
-    for (int k = 0; k < SG; k++) {
-      const float f = ts_fast_exp(max_s[k * GP + g] - all);
-      total = ts_fma(f, sum_s[k * GP + g], total);
-      value = ts_fma(f, acc_s[(k * GQ + g) * D + i % D], value);
-    }
-    if (q0 + g < NQ) {
-      const int64_t at = int64_t(kv * NQ + q0 + g) * splits + split;
-      if (begin < stop) o[at * D + i % D] = value;
-      if (i % D == 0) {
-        ml[at * 2] = all;
-        ml[at * 2 + 1] = total;
-      }
-    }
-  }
 """
+PARTIAL += ACCUMULATE
 
 # One threadgroup per query: a lane weighs a split, a thread sums a dim.
-COMBINE = r"""
-  const int d = int(thread_index_in_threadgroup);
-  const int lane = int(thread_index_in_simdgroup);
-  const int query = int(threadgroup_position_in_grid.x);
-  const int splits = sizes[1];
-  const int head = query / M;
+# The sums of all splits of one query: `value` / `total`. `sink` is a logit without a value.
+WEIGH = r"""
   auto ml_q = ml + int64_t(query) * splits * 2;
   auto o_q = o + int64_t(query) * splits * D;
-  float all = SINKS ? float(sinks[head]) : -1e30f;
+  float all = sink;
   for (int k = lane; k < splits; k += 32) all = ts_max(all, ml_q[2 * k]);
   all = ts_simd_max(all);
   float total = 0.0f;
@@ -292,7 +294,18 @@ COMBINE = r"""
     }
   }
   total = ts_simd_sum(total);
-  if (SINKS) total += ts_fast_exp(float(sinks[head]) - all);
+  if (SINKS) total += ts_fast_exp(sink - all);
+"""
+COMBINE = r"""
+  const int d = int(thread_index_in_threadgroup);
+  const int lane = int(thread_index_in_simdgroup);
+  const int query = int(threadgroup_position_in_grid.x);
+  const int splits = sizes[1];
+  const int head = query / M;
+  const float sink = SINKS ? float(sinks[head]) : -1e30f;
+"""
+COMBINE += WEIGH
+COMBINE += r"""
   out[(query % M * (H) + head) * D + d] = T(value / total);
 """
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from turbospark.kernels.experts import Around, Experts, Kind, arrays, sizes
+from turbospark.kernels.experts import Around, Experts, Kind, down_inputs, gate_up_inputs
 from turbospark.kernels.source import (
     SIMD,
     Kernel,
@@ -18,8 +18,6 @@ from turbospark.kernels.source import (
     Plan,
     Value,
     ceil_div,
-    constant,
-    constant_ints,
 )
 from turbospark.kernels.unpack import CODES, GLU, HEADER, is_unpackable, tile_turns
 
@@ -237,12 +235,9 @@ def launch_gate_up(
     x: mx.array, slots: mx.array, experts: Experts, around: Around, tuning: Tuning
 ) -> Launch:
     """The first launch for the arguments of the reference."""
-    gate, up = experts.gate, experts.up
-    p = plan_gate_up(tuple(slots.shape), gate.kind, experts.glu, around.norm is not None, tuning)
-    numbers = constant(around.eps, experts.alpha, experts.limit)
-    where = constant_ints(*sizes(gate), *sizes(up))
-    norm = x if around.norm is None else around.norm
-    return Launch(p, [x, slots, *arrays(gate), *arrays(up), norm, numbers, where])
+    norm = around.norm is not None
+    p = plan_gate_up(tuple(slots.shape), experts.gate.kind, experts.glu, norm, tuning)
+    return Launch(p, gate_up_inputs(x, slots, experts, around))
 
 
 @lru_cache(maxsize=1024)
@@ -276,11 +271,9 @@ def launch_down(
     tuning: Tuning,
 ) -> Launch:
     """The second launch: h float32 [T, k, F] -> `dtype` [T, H]."""
-    down = experts.down
     added = (around.residual is not None, around.beside is not None)
-    p = plan_down(tuple(slots.shape), down.kind, added, dtype, tuning)
-    extra = [h if a is None else a for a in (around.residual, around.beside)]
-    return Launch(p, [h, slots, weights, *arrays(down), *extra, constant_ints(*sizes(down))])
+    p = plan_down(tuple(slots.shape), experts.down.kind, added, dtype, tuning)
+    return Launch(p, down_inputs(h, slots, weights, experts, around))
 
 
 @lru_cache(maxsize=1024)

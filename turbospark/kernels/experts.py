@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from turbospark.dtypes import Quant
-from turbospark.kernels.source import Value
+from turbospark.kernels.source import Value, constant, constant_ints
 
 
 @dataclass(frozen=True)
@@ -175,3 +175,23 @@ def arrays(m: Matrix) -> list[mx.array]:
 def sizes(m: Matrix) -> list[int]:
     """Offset and stride of each of those arrays."""
     return [n for p in _planes(m) for n in (p.offset, p.stride)]
+
+
+def gate_up_inputs(
+    x: mx.array, slots: mx.array, experts: Experts, around: Around
+) -> list[mx.array]:
+    """The inputs of the first launch of both kernels; x stands in for an absent norm."""
+    gate, up = experts.gate, experts.up
+    norm = x if around.norm is None else around.norm
+    numbers = constant(around.eps, experts.alpha, experts.limit)
+    where = constant_ints(*sizes(gate), *sizes(up))
+    return [x, slots, *arrays(gate), *arrays(up), norm, numbers, where]
+
+
+def down_inputs(
+    h: mx.array, slots: mx.array, weights: mx.array, experts: Experts, around: Around
+) -> list[mx.array]:
+    """The inputs of the second launch of both kernels; h stands in for what is not added."""
+    down = experts.down
+    extra = [h if a is None else a for a in (around.residual, around.beside)]
+    return [h, slots, weights, *arrays(down), *extra, constant_ints(*sizes(down))]

@@ -20,6 +20,7 @@ import numpy as np
 
 from turbospark.kernels import kv_codec, tiles
 from turbospark.kernels.choices import backend
+from turbospark.kernels.decode_attention import WEIGH
 from turbospark.kernels.packed_attention import Near, Packed
 from turbospark.kernels.source import (
     SIMD,
@@ -414,30 +415,12 @@ COMBINE = r"""
   const int lane = int(thread_index_in_simdgroup);
   const int query = int(threadgroup_position_in_grid.x);
   const int splits = sizes[0];
+  const float sink = SINKS ? float(sinks[query]) : -1e30f;
   TS_SHARED(float, x_s, D);
-  auto ml_q = ml + int64_t(query) * splits * 2;
-  auto o_q = o + int64_t(query) * splits * D;
-  float best = SINKS ? sinks[query] : -1e30f;
-  for (int k = lane; k < splits; k += 32) best = ts_max(best, ml_q[2 * k]);
-  best = ts_simd_max(best);
-  float total = 0.0f;
-  float x = 0.0f;
-  for (int k0 = 0; k0 < splits; k0 += 32) {
-    const int k = k0 + lane;
-    float f = 0.0f;
-    if (k < splits) {
-      f = ts_fast_exp(ml_q[2 * k] - best);
-      total = ts_fma(f, ml_q[2 * k + 1], total);
-    }
-    for (int i = 0; i < ts_min(32, splits - k0); i++) {
-      // Splits without keys wrote no values.
-      const float w = ts_shuffle(f, i);
-      if (w > 0.0f) x = ts_fma(w, o_q[(k0 + i) * D + d], x);
-    }
-  }
-  total = ts_simd_sum(total);
-  if (SINKS) total += ts_fast_exp(sinks[query] - best);
-  x = x / total * numbers[0];
+"""
+COMBINE += WEIGH
+COMBINE += r"""
+  float x = value / total * numbers[0];
   TS_UNROLL
   for (int mask = 1; mask < 32; mask <<= 1) {
     const float other = ts_shuffle_xor(x, mask);

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from turbospark.kernels.decode_attention import COMBINE_KERNEL, HEADER
+from turbospark.kernels.decode_attention import ACCUMULATE, COMBINE_KERNEL, HEADER
 from turbospark.kernels.source import (
     SIMD,
     Kernel,
@@ -96,6 +96,7 @@ PARTIAL = r"""
   const int kv = int(threadgroup_position_in_grid.y);
   const int row = int(threadgroup_position_in_grid.z) / TILES;
   const int q0 = int(threadgroup_position_in_grid.z) % TILES * GQ;
+  const int query0 = (row * KV + kv) * NQ + q0;
   const int splits = sizes[1];
   const int seen = start[0] + row + 1;
   const int open = seen / RATIO * RATIO;
@@ -152,65 +153,8 @@ PARTIAL = r"""
     }
     const float score = ts_sum_apart<TURNS * GP, LANES>(part, lane);
     const bool live = t0 + my_turn * AT_ONCE + row_of_lane < stop;
-    float top_new = live ? score : -1e30f;
-    TS_UNROLL
-    for (int mask = TURN_BIT; mask < 32; mask <<= 1)
-      top_new = ts_max(top_new, ts_shuffle_xor(top_new, mask));
-    top_new = ts_max(top, top_new);
-    const float fade = ts_fast_exp(top - top_new);
-    const float p = live ? ts_fast_exp(score - top_new) : 0.0f;
-    top = top_new;
-    sum = ts_fma(sum, fade, p);
-
-    TS_UNROLL
-    for (int g = 0; g < GQ; g++) {
-      const float f = ts_shuffle(fade, g * SAME);
-      TS_UNROLL
-      for (int j = 0; j < 8; j++) acc[g][j] *= f;
-      TS_UNROLL
-      for (int i = 0; i < TURNS; i++) {
-        const float w = ts_shuffle(p, row_of_lane * LANES + i * TURN_BIT + g * SAME);
-        TS_UNROLL
-        for (int j = 0; j < 8; j++) acc[g][j] = ts_fma(w, vr[i][j], acc[g][j]);
-      }
-    }
-  }
-
-  TS_UNROLL
-  for (int mask = TURN_BIT; mask < 32; mask <<= 1) sum += ts_shuffle_xor(sum, mask);
-  for (int g = 0; g < GQ; g++) {
-    for (int j = 0; j < 8; j++) {
-      TS_UNROLL
-      for (int mask = LANES; mask < 32; mask <<= 1) acc[g][j] += ts_shuffle_xor(acc[g][j], mask);
-      if (lane < LANES) acc_s[(sg * GQ + g) * D + dim + j] = acc[g][j];
-    }
-  }
-  if (lane < TURN_BIT && lane % SAME == 0) {
-    max_s[sg * GP + my_query] = top;
-    sum_s[sg * GP + my_query] = sum;
-  }
-  ts_barrier();
-  for (int i = tid; i < GQ * D; i += 32 * SG) {
-    const int g = i / D;
-    float all = -1e30f;
-    for (int k = 0; k < SG; k++) all = ts_max(all, max_s[k * GP + g]);
-    float total = 0.0f;
-    float value = 0.0f;
-    for (int k = 0; k < SG; k++) {
-      const float f = ts_fast_exp(max_s[k * GP + g] - all);
-      total = ts_fma(f, sum_s[k * GP + g], total);
-      value = ts_fma(f, acc_s[(k * GQ + g) * D + i % D], value);
-    }
-    if (q0 + g < NQ) {
-      const int64_t at = int64_t((row * KV + kv) * NQ + q0 + g) * splits + split;
-      if (begin < stop) o[at * D + i % D] = value;
-      if (i % D == 0) {
-        ml[at * 2] = all;
-        ml[at * 2 + 1] = total;
-      }
-    }
-  }
 """
+PARTIAL += ACCUMULATE
 
 PARTIAL_KERNEL = Kernel(
     "qsa_attend",
