@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from turbospark.engine import Engine
 from turbospark.errors import OptionError, SpeculationUnavailableError
+from turbospark.generation import GenerationResult
 from turbospark.memory import MemoryReport
 from turbospark.options import GenerationOptions, OpenOptions
 from turbospark.resolve import Resolved
@@ -21,7 +22,11 @@ from turbospark.speculation.drafter import Drafter
 from turbospark.speculation.lookup import PromptLookup
 from turbospark.speculation.rounds import Rounds
 from turbospark.speculation.stats import SpeculationStats
+from turbospark.text.prompts import Prompt
 from turbospark.text.tokenizer import Tokenizer
+
+PROBE_TOKENS = 64
+"""What `probe_speculation` generates: enough rounds to tell a broken drafter."""
 
 
 class OpenModel(Protocol):
@@ -89,6 +94,34 @@ class Drafting:
         """Add a generation to the sums."""
         if stats is not None:
             self.totals = self.totals + stats
+
+
+class Drafted:
+    """The part of a `Runner` that answers for its drafter."""
+
+    _drafting: Drafting | None
+    generate: Callable[..., GenerationResult]
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """What drafting brought, cumulative since open; None without a drafter."""
+        return None if self._drafting is None else self._drafting.totals
+
+    def probe_speculation(
+        self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any
+    ) -> SpeculationStats:
+        """Generate, 64 tokens at most where nothing else is asked, and say what drafting brought.
+
+        Raises SpeculationUnavailableError where fewer than 2 % of at least 50 first proposals are
+        accepted, or nothing is proposed; prompt lookup, which has no weights, is not judged.
+        """
+        if options is None:
+            changes = {"max_new_tokens": PROBE_TOKENS, **changes}
+        stats = self.generate(prompt, options, **changes).speculation
+        if stats is None:
+            raise SpeculationUnavailableError("nothing was drafted: no drafter, or draft_tokens=0")
+        stats.check()
+        return stats
 
 
 def open_drafting(

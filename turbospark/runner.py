@@ -18,13 +18,12 @@ import mlx.core as mx
 
 from turbospark import display, memory
 from turbospark.counters import PhaseCounters
-from turbospark.drafting import Drafting, check_draft_tokens, open_drafting
+from turbospark.drafting import Drafted, Drafting, check_draft_tokens, open_drafting
 from turbospark.engine import Engine
 from turbospark.errors import (
     OptionError,
     RunnerBusyError,
     RunnerClosedError,
-    SpeculationUnavailableError,
     UnsupportedError,
 )
 from turbospark.families import family_for_wire
@@ -50,7 +49,6 @@ from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.policies import short
 from turbospark.resolve import Resolved, configured, resolve, resolve_caches, resolve_context
 from turbospark.speculation.opening import drafter_specs
-from turbospark.speculation.stats import SpeculationStats
 from turbospark.steered import Steered, placed
 from turbospark.steering import SteeringPolicy
 from turbospark.text.grammar import Constraint
@@ -58,11 +56,8 @@ from turbospark.text.prompts import Prompt, encode, needed
 from turbospark.text.tokenizer import Tokenizer, load_with_stops
 from turbospark.text.turns import Piece, answer_only, splitter
 
-PROBE_TOKENS = 64
-"""What `probe_speculation` generates: enough rounds to tell a broken drafter."""
 
-
-class Runner(display.Shown, Steered):
+class Runner(display.Shown, Steered, Drafted):
     """A model ready to generate; made by `Runner.open`.
 
     Usable from any thread; one generation runs at a time. Other threads wait for their turn,
@@ -399,27 +394,6 @@ class Runner(display.Shown, Steered):
     def chunked_prefill_refusal(self) -> str | None:
         """Why prompts cannot be fed in chunks; None when they can."""
         return self._family.capabilities.chunked_prefill
-
-    @property
-    def speculation(self) -> SpeculationStats | None:
-        """What drafting brought, cumulative since open; None without a drafter."""
-        return None if self._drafting is None else self._drafting.totals
-
-    def probe_speculation(
-        self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any
-    ) -> SpeculationStats:
-        """Generate, 64 tokens at most where nothing else is asked, and say what drafting brought.
-
-        Raises SpeculationUnavailableError where fewer than 2 % of at least 50 first proposals are
-        accepted, or nothing is proposed; prompt lookup, which has no weights, is not judged.
-        """
-        if options is None:
-            changes = {"max_new_tokens": PROBE_TOKENS, **changes}
-        stats = self.generate(prompt, options, **changes).speculation
-        if stats is None:
-            raise SpeculationUnavailableError("nothing was drafted: no drafter, or draft_tokens=0")
-        stats.check()
-        return stats
 
     @property
     def toggles(self) -> LiveToggles:
