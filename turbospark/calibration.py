@@ -15,6 +15,7 @@ import numpy as np
 
 from turbospark.cache.attend import Step
 from turbospark.cache.kv import LinearKV
+from turbospark.cache.sparse import Index, SparseKV
 from turbospark.errors import OptionError, UnsupportedError
 from turbospark.install import balance
 from turbospark.install.models import resolve
@@ -66,8 +67,12 @@ def measure(runner: Runner, ids: list[int]) -> balance.Tables:
         layers = engine.states.layers
         watched: dict[int, _Watched] = {}
         for layer, cache in enumerate(layers):
-            if isinstance(cache, LinearKV):  # not one that shares a cache watched already
-                watched[layer] = _Watched(cache)
+            if isinstance(cache, SparseKV):
+                shape = (cache.spec.kv_heads, cache.spec.head_dim)
+                watched[layer] = layers[layer] = _WatchedSparse(cache, shape)
+            elif isinstance(cache, LinearKV):  # not one that shares a cache watched already
+                _, heads, _, dim = cache.keys.shape
+                watched[layer] = _Watched(cache, (heads, dim))
                 for other in range(layer, len(layers)):
                     if layers[other] is cache:
                         layers[other] = watched[layer]
@@ -102,11 +107,10 @@ def _ids(
 class _Watched:
     """A cache that adds up what passes through it; every other question goes to the cache."""
 
-    def __init__(self, cache: LinearKV) -> None:
+    def __init__(self, cache: Any, shape: tuple[int, int]) -> None:
         self.cache = cache
-        _, heads, _, dim = cache.keys.shape
         self.count = self.queries_seen = 0
-        self.sums = [mx.zeros((heads, dim)) for _ in range(3)]
+        self.sums = [mx.zeros(shape) for _ in range(3)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
@@ -116,20 +120,25 @@ class _Watched:
         return [*self.cache.arrays(), *self.sums]
 
     def attend(self, q: mx.array, k: mx.array, v: mx.array, step: Step, *rest: Any) -> mx.array:
-        rows = k[0, :, max(0, SKIPPED - step.start) :].astype(mx.float32)
-        self.count += rows.shape[1]
-        self.sums[0] = self.sums[0] + rows.sum(axis=1)
-        self.sums[1] = self.sums[1] + (rows * rows).sum(axis=1)
-        self._count_queries(q, step)
+        self._count_keys(k[0], step)
+        self._count_queries(q[0], step)
         return self.cache.attend(q, k, v, step, *rest)
 
     def read(self, q: mx.array, step: Step, *rest: Any) -> mx.array:
-        self._count_queries(q, step)
+        self._count_queries(q[0], step)
         return self.cache.read(q, step, *rest)
 
+    def _count_keys(self, k: mx.array, step: Step) -> None:
+        """Rows [KV, L, dim]."""
+        rows = k[:, max(0, SKIPPED - step.start) :].astype(mx.float32)
+        self.count += rows.shape[1]
+        self.sums[0] = self.sums[0] + rows.sum(axis=1)
+        self.sums[1] = self.sums[1] + (rows * rows).sum(axis=1)
+
     def _count_queries(self, q: mx.array, step: Step) -> None:
-        heads, dim = self.sums[2].shape
-        rows = q[0, :, max(0, SKIPPED - step.start) :].astype(mx.float32)
+        """Rows [H, L, dim]."""
+        heads, dim = self.sums[1].shape
+        rows = q[:, max(0, SKIPPED - step.start) :].astype(mx.float32)
         self.queries_seen += rows.shape[0] // heads * rows.shape[1]
         self.sums[2] = self.sums[2] + (rows * rows).reshape(heads, -1, dim).sum(axis=1)
 
@@ -141,6 +150,17 @@ class _Watched:
         scale = (_floored(queries / self.queries_seen) / spread) ** 0.25
         scale /= np.exp(np.log(scale).mean(-1, keepdims=True))  # rows keep their size
         return mean.astype(np.float32), scale.astype(np.float32)
+
+
+class _WatchedSparse(_Watched):
+    """The same before a cache of block-sparse attention, whose rows come [L, heads, dim]."""
+
+    def attend(  # type: ignore[override]
+        self, q: mx.array, k: mx.array, v: mx.array, index: Index, step: Step, scale: float
+    ) -> mx.array:
+        self._count_keys(k.swapaxes(0, 1), step)
+        self._count_queries(q.swapaxes(0, 1), step)
+        return self.cache.attend(q, k, v, index, step, scale)
 
 
 def _floored(values: np.ndarray) -> np.ndarray:

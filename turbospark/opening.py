@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from turbospark.cache.packed import Balance
+from turbospark.cache.packed import Balance, packed_part
 from turbospark.cache.pool import SessionPool
-from turbospark.cache.specs import CacheSpec, PackedSpec, SparseSpec
+from turbospark.cache.specs import CacheSpec, SparseSpec
 from turbospark.cache.state import LayerStates
 from turbospark.counters import PhaseClock
 from turbospark.engine import Engine
@@ -184,7 +184,8 @@ def _row_tables(
 
 def _balance(install: Install, specs: list[CacheSpec]) -> dict[int, Balance]:
     """The tables of packed layers, where the install has them. Raises IndexCorruptError."""
-    packed = {i: (s.kv_heads, s.dim) for i, s in enumerate(specs) if isinstance(s, PackedSpec)}
+    parts = enumerate(map(packed_part, specs))
+    packed = {i: (part.kv_heads, part.dim) for i, part in parts if part is not None}
     found = balance.read(install, packed) if packed else None
     tables = {i: Balance(*map(mx.array, pair)) for i, pair in (found or {}).items()}
     mx.eval([(t.mean, t.scale) for t in tables.values()])

@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 
 from turbospark import display
-from turbospark.cache.packed import packed_specs
+from turbospark.cache.packed import packed_part, packed_specs
 from turbospark.cache.pool import MAX_SNAPSHOTS
-from turbospark.cache.specs import CacheSpec, PackedSpec, RingSpec
+from turbospark.cache.specs import CacheSpec, RingSpec
 from turbospark.cache.state import ring_capacity
 from turbospark.dtypes import Quant, Raw
 from turbospark.errors import IndexCorruptError, OptionError, UnsupportedError
@@ -173,7 +173,7 @@ def resolve_caches(
     if keys is None or values is None:
         return list(specs)
     packed, reason = packed_specs(specs, keys, values)
-    if reason is None and not any(isinstance(s, PackedSpec) for s in packed):
+    if reason is None and not any(packed_part(s) for s in packed):
         reason = "no layer but the last attends to all positions with keys and values of its own"
     if reason is not None:
         raise UnsupportedError(
@@ -213,7 +213,7 @@ def resolve_context(
         _warn_past_training(options.max_context, trained)
     _check_ring(options.swa_ring_capacity, resolved.max_context, specs)
     _check_slack(options.swa_ring_capacity, resolved, specs)
-    layers = tuple(i for i, spec in enumerate(specs) if isinstance(spec, PackedSpec))
+    layers = tuple(i for i, spec in enumerate(specs) if packed_part(spec))
     tables = balance.digest(install) if layers else None
     name = "none" if tables is None else f"calibrated {tables[:16]}"
     return replace(resolved, kv_quantized_layers=layers, kv_balance=name)

@@ -115,7 +115,8 @@ def kv_bytes(specs: Sequence[CacheSpec], context: int, itemsize: int, ring: int 
         elif isinstance(spec, LatentSpec):
             total += context * (spec.latent_dim + spec.rope_dim) * itemsize
         elif isinstance(spec, SparseSpec):
-            total += 2 * context * spec.kv_heads * spec.head_dim * itemsize
+            rows = 2 * context * spec.kv_heads * spec.head_dim * itemsize
+            total += rows if spec.packed is None else packed_bytes(spec.packed, context)
             total += max(1, context // spec.ratio) * spec.index_dim * itemsize
         total += carried_bytes(spec, itemsize)
     return total

@@ -5,42 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from block_sparse import HEADS, INDEX_DIM, KV, Arrays, block_keys, chosen, cuts, draw, feed
 
-from turbospark.cache.sparse import Index, SparseKV
+from turbospark.cache.sparse import Index
 from turbospark.cache.specs import SparseSpec
 from turbospark.cache.state import LayerStates
 from turbospark.errors import NonFiniteScoresError, UnsupportedError
 
-LENGTH, HEADS, KV, DIM, INDEX_HEADS, INDEX_DIM = 61, 4, 2, 8, 3, 6
-Arrays = dict[str, np.ndarray]
-
-
-def draw(seed: int = 0) -> Arrays:
-    rng = np.random.default_rng(seed)
-    shapes = {
-        "q": (HEADS, DIM), "k": (KV, DIM), "v": (KV, DIM), "queries": (INDEX_HEADS, INDEX_DIM),
-        "raw": (INDEX_DIM,),
-    }  # fmt: skip
-    return {n: rng.standard_normal((LENGTH, *s)).astype(np.float32) for n, s in shapes.items()}
-
-
-def block_key(mean: np.ndarray, block: int) -> np.ndarray:
-    """Any function of a block's mean and number will do."""
-    return mean * (1 + block % 3) - 0.25 * block % 2
-
-
-def chosen(a: Arrays, row: int, ratio: int, count: int) -> list[int]:
-    """What `row` attends to: its best blocks, the lower first among equals, and the tail."""
-    full = (row + 1) // ratio
-    scores = []
-    for block in range(full):
-        mean = a["raw"][block * ratio : (block + 1) * ratio].astype(np.float64).mean(0)
-        key = block_key(mean, block)
-        liked = [max(float(query @ key), 0.0) for query in a["queries"][row].astype(np.float64)]
-        scores.append(sum(liked))
-    best = sorted(range(full), key=lambda b: (-scores[b], b))[:count]
-    picked = [b * ratio + i for b in sorted(best) for i in range(ratio)]
-    return picked + list(range(full * ratio, row + 1))
+LENGTH, DIM = 61, 8
 
 
 def loop(a: Arrays, ratio: int, count: int, dense: bool = False) -> np.ndarray:
@@ -59,44 +31,18 @@ def states(ratio: int, count: int) -> LayerStates:
     return LayerStates([SparseSpec(KV, DIM, INDEX_DIM, ratio, count)], LENGTH, mx.float32)
 
 
-def feed(memory: LayerStates, a: Arrays, sizes: list[int], dense: bool = False) -> np.ndarray:
-    """Rows from the present position on, in passes of these sizes."""
-    outputs = []
-    cache: SparseKV = memory.layers[0]
-    for size in sizes:
-        part = slice(memory.position, memory.position + size)
-        rows = {name: mx.array(array[part]) for name, array in a.items()}
-
-        def keys(means: mx.array, first: int) -> mx.array:
-            block = first + mx.arange(len(means))[:, None]
-            return means * (1 + block % 3) - 0.25 * block % 2
-
-        index = Index(5, rows["queries"], rows["raw"], keys)
-        step = memory.begin(size, force_dense=dense)
-        out = cache.attend(rows["q"], rows["k"], rows["v"], index, step, DIM**-0.5)
-        mx.eval(out, memory.unevaluated())
-        memory.check()
-        memory.advance()
-        outputs.append(np.array(out))
-    return np.concatenate(outputs)
-
-
-def cuts(size: int) -> list[int]:
-    return [min(size, LENGTH - at) for at in range(0, LENGTH, size)]
-
-
 @pytest.mark.parametrize(("ratio", "count"), [(4, 5), (3, 7), (1, 9), (4, 100)])
 def test_rows_attend_to_their_best_blocks_and_the_open_one(ratio: int, count: int) -> None:
-    a = draw()
+    a = draw(LENGTH, DIM)
     whole = feed(states(ratio, count), a, [LENGTH])
     assert np.abs(whole - loop(a, ratio, count)).max() < 2e-6
     for size in (1, 4, 7, 16, 33):
-        assert np.array_equal(feed(states(ratio, count), a, cuts(size)), whole)
+        assert np.array_equal(feed(states(ratio, count), a, cuts(LENGTH, size)), whole)
 
 
 def test_counters_tell_what_was_scored_chosen_and_attended() -> None:
     memory = states(4, 5)
-    feed(memory, draw(), [LENGTH])
+    feed(memory, draw(LENGTH, DIM), [LENGTH])
     counts = memory.step.counts
     sparse = range(24, LENGTH + 1)  # visible positions of rows with more than five full blocks
     assert counts["qsa_rows_dense"] == 23 and counts["qsa_rows_sparse"] == len(sparse)
@@ -105,7 +51,7 @@ def test_counters_tell_what_was_scored_chosen_and_attended() -> None:
 
 
 def test_dense_rows_keep_the_block_keys_of_later_sparse_ones() -> None:
-    a = draw(1)
+    a = draw(LENGTH, DIM, 1)
     sparse, dense = loop(a, 4, 5), loop(a, 4, 5, dense=True)
     assert np.array_equal(sparse[:23], dense[:23]) and np.abs(sparse - dense).max() > 0.1
     memory = states(4, 5)
@@ -116,13 +62,13 @@ def test_dense_rows_keep_the_block_keys_of_later_sparse_ones() -> None:
 
 
 def test_equal_scores_choose_the_lower_blocks() -> None:
-    a = draw(2)
+    a = draw(LENGTH, DIM, 2)
     a["queries"][:] = 0.0
-    assert np.abs(feed(states(4, 5), a, cuts(9)) - loop(a, 4, 5)).max() < 2e-6
+    assert np.abs(feed(states(4, 5), a, cuts(LENGTH, 9)) - loop(a, 4, 5)).max() < 2e-6
 
 
 def test_a_score_that_is_no_number_is_an_error_with_its_layer() -> None:
-    a = draw()
+    a = draw(LENGTH, DIM)
     a["raw"][2, 0] = np.nan
     memory = states(4, 5)
     feed(memory, a, [23])
@@ -131,8 +77,8 @@ def test_a_score_that_is_no_number_is_an_error_with_its_layer() -> None:
 
 
 def test_going_back_into_a_block_needs_a_snapshot() -> None:
-    a = draw(3)
-    want = feed(states(4, 5), a, cuts(61))
+    a = draw(LENGTH, DIM, 3)
+    want = feed(states(4, 5), a, cuts(LENGTH, 61))
     memory = states(4, 5)
     feed(memory, a, [30])
     kept = memory.snapshot()
@@ -147,7 +93,7 @@ def test_going_back_into_a_block_needs_a_snapshot() -> None:
 
 
 def test_a_taped_pass_can_be_cut_inside_a_block() -> None:
-    a = draw(4)
+    a = draw(LENGTH, DIM, 4)
     want = feed(states(4, 5), a, [LENGTH])
     for rows in range(1, 9):
         memory = states(4, 5)
@@ -157,12 +103,8 @@ def test_a_taped_pass_can_be_cut_inside_a_block() -> None:
         other = mx.zeros_like(r["raw"])
         raw = mx.concatenate([r["raw"][:rows], other[rows:]])
         step = memory.begin(9, tape=True)
-
-        def keys(means: mx.array, first: int) -> mx.array:
-            block = first + mx.arange(len(means))[:, None]
-            return means * (1 + block % 3) - 0.25 * block % 2
-
-        cache.attend(r["q"], r["k"], r["v"], Index(0, r["queries"], raw, keys), step, DIM**-0.5)
+        index = Index(0, r["queries"], raw, block_keys)
+        cache.attend(r["q"], r["k"], r["v"], index, step, DIM**-0.5)
         memory.advance()
         memory.keep_rows(rows)
         rest = LENGTH - 25 - rows
@@ -170,7 +112,7 @@ def test_a_taped_pass_can_be_cut_inside_a_block() -> None:
 
 
 def test_what_is_written_to_a_file_comes_back() -> None:
-    a = draw(5)
+    a = draw(LENGTH, DIM, 5)
     memory, other = states(4, 5), states(4, 5)
     feed(memory, a, [43])
     saved = memory.layers[0].written(43, 43)
@@ -180,9 +122,9 @@ def test_what_is_written_to_a_file_comes_back() -> None:
 
 
 def test_reset_forgets_the_open_block() -> None:
-    a = draw(6)
+    a = draw(LENGTH, DIM, 6)
     memory = states(4, 5)
     want = feed(memory, a, [LENGTH])
     memory.reset()
     assert not np.array(memory.layers[0].open).any()
-    assert np.array_equal(feed(memory, a, cuts(5)), want)
+    assert np.array_equal(feed(memory, a, cuts(LENGTH, 5)), want)

@@ -53,14 +53,35 @@ def recorded(runner: Runner, ids: list[int], layer: int) -> tuple[np.ndarray, np
     return keys, np.concatenate(queries, axis=1)
 
 
-@pytest.mark.parametrize(("name", "layer"), [(NAME, 1), ("qwen3_5-irregular", 1)])
+def recorded_sparse(runner: Runner, ids: list[int], layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same of a block-sparse layer, whose rows come [n, heads, D]."""
+    engine = runner._engine
+    assert engine is not None
+    cache, queries = engine.states.layers[layer], []
+    attend = cache.attend
+
+    def spy(q: mx.array, *rest: Any) -> mx.array:
+        queries.append(np.array(q).astype(np.float64))
+        return attend(q, *rest)
+
+    cache.attend = spy
+    runner.prefill(ids)
+    del cache.attend
+    keys = np.array(cache.arrays()[0][: len(ids)]).astype(np.float64)
+    return keys.swapaxes(0, 1), np.concatenate(queries).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [(NAME, 1), ("qwen3_5-irregular", 1), ("qwen4_exp-base", 1)]
+)
 def test_tables_are_means_and_quarter_powers(
     name: str, layer: int, installed: Callable[[str], Path]
 ) -> None:
     ids = ids_of(name, 150)
     with open_cpu(installed(name)) as runner:
         mean, scale = measure(runner, ids)[layer]
-        keys, queries = recorded(runner, ids, layer)
+        record = recorded_sparse if name.startswith("qwen4") else recorded
+        keys, queries = record(runner, ids, layer)
     heads = len(keys)
     grouped = queries.reshape(heads, -1, *queries.shape[1:])
     for head in range(heads):

@@ -15,11 +15,12 @@ from conversation import answer, open_cpu, same, tokens_of
 from oracle_folders import ORACLES, Oracle
 
 from turbospark.cache.packed import PackedKV, layer_refusal
+from turbospark.cache.sparse import PackedRows, SparseKV
 from turbospark.cache.specs import FullSpec
 from turbospark.errors import SessionFileError, UnsupportedError
 
 # Where the packed layers are: all of two, one under shared and ring layers, one between recurrent
-# ones, one with sink logits, one before a last that is left alone.
+# ones, one with sink logits, one before a last that is left alone, one block-sparse.
 LAYERS = {
     "mlx-llama-llama3-4bit": (0, 1),
     "gemma4-e2b": (1,),
@@ -27,6 +28,7 @@ LAYERS = {
     "gpt_oss-mxfp4": (1,),
     "muse_glimmer-mlx": (0,),
     "qwen3_moe-mixed": (0, 1, 2),
+    "qwen4_exp-base": (1,),
 }
 CONTEXT = 320
 LONG = {"max_context": CONTEXT, "kv_quant": 4}
@@ -48,7 +50,9 @@ def test_packed_layers_are_named_and_smaller(name: str, installed: Callable[[str
         engine = packed._engine
         assert engine is not None
         held = engine.states.layers
-        assert {i for i, c in enumerate(held) if isinstance(c, PackedKV)} >= set(LAYERS[name])
+        rows = [c.rows if isinstance(c, SparseKV) else c for c in held]
+        found = {i for i, r in enumerate(rows) if isinstance(r, PackedKV | PackedRows)}
+        assert found >= set(LAYERS[name])
         assert packed.memory.kv < plain.memory.kv
 
 

@@ -8,13 +8,13 @@ buffers and balance; does not know the codec's arithmetic, rope or models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
 from turbospark.cache.attend import Step
-from turbospark.cache.specs import CacheSpec, FullSpec, PackedSpec
+from turbospark.cache.specs import CacheSpec, FullSpec, NgramSpec, PackedSpec, SparseSpec
 from turbospark.kernels import kv_codec, packed_decode
 from turbospark.kernels.kv_codec import BLOCK, KEY_SEED, VALUE_SEED
 from turbospark.kernels.kv_encode import encode_rows, encode_rows_reference
@@ -25,6 +25,7 @@ from turbospark.kernels.packed_attention import (
     Packed,
     first_exact,
     packed_attention_reference,
+    packed_listed_reference,
 )
 from turbospark.kernels.packed_turn import turn_rows
 
@@ -46,42 +47,64 @@ class Balance:
 
 def layer_refusal(spec: CacheSpec, key_bits: int, value_bits: int) -> str | None:
     """Why a layer of keys and values cannot be packed; None when it can."""
-    if not isinstance(spec, FullSpec):
+    if isinstance(spec, SparseSpec):
+        key_dim = value_dim = spec.head_dim
+    elif isinstance(spec, FullSpec):
+        key_dim, value_dim = spec.key_dim, spec.value_dim
+    else:
         return "it does not keep keys and values of every position"
-    if spec.key_dim != spec.value_dim:
-        return f"keys have {spec.key_dim} dims and values {spec.value_dim}; they must be alike"
-    if not kv_codec.turns(spec.key_dim):
+    if key_dim != value_dim:
+        return f"keys have {key_dim} dims and values {value_dim}; they must be alike"
+    if not kv_codec.turns(key_dim):
         return (
-            f"heads have {spec.key_dim} dims; works: powers of two 16..512, and 12 times a power "
+            f"heads have {key_dim} dims; works: powers of two 16..512, and 12 times a power "
             "of two up to 384"
         )
     for bits in (key_bits, value_bits):
-        if not kv_codec.fills_words(spec.key_dim, bits):
-            works = [str(b) for b in (2, 3, 4) if kv_codec.fills_words(spec.key_dim, b)]
-            return (
-                f"{spec.key_dim} dims of {bits} bits are not whole words; works: "
-                f"{' or '.join(works)} bits"
-            )
+        if not kv_codec.fills_words(key_dim, bits):
+            widths = [str(b) for b in (2, 3, 4) if kv_codec.fills_words(key_dim, b)]
+            works = " or ".join(widths)
+            return f"{key_dim} dims of {bits} bits are not whole words; works: {works} bits"
     return None
 
 
 def packed_specs(
     specs: Sequence[CacheSpec], key_bits: int, value_bits: int
 ) -> tuple[list[CacheSpec], str | None]:
-    """The specs with full-attention layers packed, and the first reason why one is not.
+    """The specs with layers that keep every position packed, and the first reason why one is not.
 
     The last layer of a stack of more than two stays as it is.
     """
     out, reason = list(specs), None
+    layers = sum(not isinstance(spec, NgramSpec) for spec in specs)  # n-grams come after layers
     for layer, spec in enumerate(specs):
-        if not isinstance(spec, FullSpec) or (len(specs) > 2 and layer == len(specs) - 1):
+        if layers > 2 and layer == layers - 1:
+            continue
+        if not isinstance(spec, FullSpec | SparseSpec):
             continue
         why = layer_refusal(spec, key_bits, value_bits)
-        if why is None:
-            out[layer] = PackedSpec(spec.kv_heads, spec.key_dim, key_bits, value_bits)
-        else:
+        if why is not None:
             reason = reason or why
+        elif isinstance(spec, SparseSpec):
+            packed = PackedSpec(spec.kv_heads, spec.head_dim, key_bits, value_bits)
+            out[layer] = replace(spec, packed=packed)
+        else:
+            out[layer] = PackedSpec(spec.kv_heads, spec.key_dim, key_bits, value_bits)
     return out, reason
+
+
+def packed_part(spec: CacheSpec) -> PackedSpec | None:
+    """How the old keys and values of a layer are packed; None where they are not."""
+    if isinstance(spec, SparseSpec):
+        return spec.packed
+    return spec if isinstance(spec, PackedSpec) else None
+
+
+def unpacked(spec: CacheSpec) -> CacheSpec:
+    """What the layer would remember without `kv_quant`."""
+    if isinstance(spec, SparseSpec):
+        return replace(spec, packed=None)
+    return FullSpec(spec.kv_heads, spec.dim, spec.dim) if isinstance(spec, PackedSpec) else spec
 
 
 def packed_bytes(spec: PackedSpec, context: int) -> int:
@@ -201,6 +224,13 @@ class PackedKV:
             self.prepare(step)
             turned = self.turn(q, k, v, _length(step), scale)
             return _heads(self._attended(q, turned, step, scale, sinks), q)
+        self.write(k, v, step)
+        return self.read(q, step, scale, sinks)
+
+    def write(self, k: mx.array, v: mx.array, step: Step) -> None:
+        """Store rows k, v [1, KV, L, dim] of this step in plain MLX; the step keeps what its rows
+        read exactly.
+        """
         if self.balance is not None:
             mean, by = self.balance.mean[:, None], self.balance.scale[:, None]
             k = (k.astype(mx.float32) - mean) * by
@@ -212,7 +242,6 @@ class PackedKV:
         step.replays[self] = near
         self._pack(near, step)
         self._keep(near, step)
-        return self.read(q, step, scale, sinks)
 
     def read(
         self, q: mx.array, step: Step, scale: float, sinks: mx.array | None = None
@@ -234,6 +263,18 @@ class PackedKV:
             out.append(packed_attention_reference(queries[:, begin:end], start, packed, used, part))
         joined = out[0] if len(out) == 1 else mx.concatenate(out, axis=1)
         return kv_codec.turn_back(joined, VALUE_SEED).astype(q.dtype)[None]
+
+    def read_listed(
+        self, q: mx.array, tokens: mx.array, seen: mx.array, start: int, step: Step, scale: float
+    ) -> mx.array:
+        """Attend q [1, H, L, dim] of positions from `start` on, each row over its own tokens int32
+        [L, n] where `seen`, of what `write` stored in this pass and before.
+        """
+        packed = Packed(self.keys, self.key_scales, self.values, self.value_scales)
+        queries, _ = self._turned(q[0], scale, None)
+        near = step.replays[self]
+        out = packed_listed_reference(queries, tokens, seen, start, packed, near)
+        return kv_codec.turn_back(out, VALUE_SEED).astype(q.dtype)[None]
 
     # --- by kernels -------------------------------------------------------------------------------
 

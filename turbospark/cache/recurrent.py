@@ -53,6 +53,10 @@ class CarriedState:
         """Such a state cannot be unrolled."""
         return "a recurrent layer cannot go back without a snapshot"
 
+    def rows_refusal(self, furthest: int, to: int) -> str | None:
+        """Why what a snapshot does not hold cannot go back to `to`; here it holds all."""
+        return None
+
     def written(self, position: int, furthest: int) -> list[mx.array]:
         """The present state, for a file."""
         return self.arrays()

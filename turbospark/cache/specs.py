@@ -74,7 +74,8 @@ class SharedSpec:
 class SparseSpec:
     """Block-sparse attention: keys and values of every position, an index key per block of them.
 
-    A block is `ratio` positions; a query reads the `chosen` best blocks and the open one.
+    A block is `ratio` positions; a query reads the `chosen` best blocks and the open one. `packed`
+    says how old keys and values are kept where they are packed; index keys never are.
     """
 
     kv_heads: int
@@ -82,6 +83,7 @@ class SparseSpec:
     index_dim: int
     ratio: int
     chosen: int
+    packed: PackedSpec | None = None
 
     @property
     def dense_keys(self) -> int:

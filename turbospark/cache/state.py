@@ -108,7 +108,8 @@ class LayerStates:
         if isinstance(spec, LatentSpec):
             return LatentKV(spec, self.max_context, dtype)
         if isinstance(spec, SparseSpec):
-            return SparseKV(spec, self.max_context, dtype, self._block_sparse)
+            balance = self._balance.get(len(self.layers))
+            return SparseKV(spec, self.max_context, dtype, self._block_sparse, balance)
         if isinstance(spec, NgramSpec):
             return NgramState(spec, dtype)
         if isinstance(spec, RowSpec):
@@ -210,6 +211,7 @@ class LayerStates:
         for cache in self.owned():
             if isinstance(cache, CarriedState):
                 reason = cache.keep_refusal(step.start, rows)
+                reason = reason or cache.rows_refusal(self.furthest, to)
             else:
                 reason = cache.rewind_refusal(self.furthest, to)
             if reason:
@@ -249,10 +251,12 @@ class LayerStates:
     def restore_refusal(self, snapshot: Snapshot) -> str | None:
         """Why the caches cannot go back to `snapshot`; None when they can."""
         for cache in self.owned():
-            if not isinstance(cache, CarriedState):
+            if isinstance(cache, CarriedState):
+                reason = cache.rows_refusal(self.furthest, snapshot.position)
+            else:
                 reason = cache.rewind_refusal(self.furthest, snapshot.position)
-                if reason:
-                    return reason
+            if reason:
+                return reason
         return None
 
     def restore(self, snapshot: Snapshot) -> None:

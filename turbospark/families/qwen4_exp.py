@@ -323,6 +323,5 @@ family = Family(
     reads_ids=True,
     capabilities=Capabilities(
         steering="the residual stream is several streams wide, and no vector is measured on it",
-        kv_quant="block-sparse attention reads plain keys and values",
     ),
 )

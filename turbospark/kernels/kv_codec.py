@@ -201,6 +201,22 @@ def unpack_values(words: mx.array, bits: int) -> mx.array:
     return pairs.transpose(order).reshape(*lead, blocks * BLOCK, dim)
 
 
+def values_at(words: mx.array, tokens: mx.array, bits: int) -> mx.array:
+    """Codes uint32 [KV, ..., dim] of single tokens int32 [...] in words [KV, blocks, bits, dim]."""
+    inside = tokens % BLOCK
+    pair, shift = inside % 8 // 2 * 4 + inside // 8, inside % 2 * 16
+    at, below, codes = 0, 0, None
+    for plane in PLANES[bits]:
+        per = 16 // plane
+        part = words[:, tokens // BLOCK, at + pair // per]
+        by = (shift + pair % per * plane).astype(mx.uint32)[..., None]
+        found = ((part >> by) & ((1 << plane) - 1)) << below
+        codes = found if codes is None else codes | found
+        at, below = at + plane, below + plane
+    assert codes is not None
+    return codes
+
+
 def dequantize(codes: mx.array, scales: mx.array, bits: int) -> mx.array:
     """Turned rows float32 [..., dim] of codes [..., dim] and scales [...]."""
     return mx.take(codebook(bits), codes) * scales.astype(mx.float32)[..., None]

@@ -69,6 +69,15 @@ class Packed:
             kv_codec.dequantize(values, self.value_scales[:, part], self.value_bits),
         )
 
+    def rows(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values float32 [KV, ..., dim] of single tokens int32 [...], still turned."""
+        keys = kv_codec.unpack_keys(self.keys[:, tokens], self.key_bits)
+        values = kv_codec.values_at(self.values, tokens, self.value_bits)
+        return (
+            kv_codec.dequantize(keys, self.key_scales[:, tokens], self.key_bits),
+            kv_codec.dequantize(values, self.value_scales[:, tokens], self.value_bits),
+        )
+
 
 @dataclass(frozen=True)
 class Near:
@@ -79,6 +88,15 @@ class Near:
     values: mx.array
     first_keys: mx.array
     first_values: mx.array
+
+    def rows(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values float32 [KV, ..., dim] of single tokens int32 [...]; of those that are
+        not here any row.
+        """
+        at = mx.where(tokens < SINKS, tokens, SINKS + mx.maximum(tokens - self.start, 0))
+        sides = ([self.first_keys, self.keys], [self.first_values, self.values])
+        keys, values = (mx.concatenate(side, axis=1)[:, at].astype(mx.float32) for side in sides)
+        return keys, values
 
 
 # --- reference ------------------------------------------------------------------------------------
@@ -200,6 +218,39 @@ def packed_attention_reference(
         fade = mx.exp(state.top - top)
         total, out = total * fade + mx.exp(logits - top), out * fade
     return blocks.join((out / total).reshape(*queries.shape), heads)
+
+
+LISTED_BYTES = 64 << 20
+"""Keys and values of listed positions expanded at once; more rows are taken in turns."""
+
+
+def packed_listed_reference(
+    q: mx.array,
+    tokens: mx.array,
+    seen: mx.array,
+    start: int,
+    packed: Packed,
+    near: Near,
+) -> mx.array:
+    """Rows at positions from `start` on, each over its own list of positions.
+
+    Shapes: q float32 [H, L, dim]; tokens int32 [L, n], of which those count where `seen`; near as
+    above -> float32 [H, L, dim].
+    """
+    kv, (rows, count) = packed.keys.shape[0], tokens.shape
+    limits = BLOCK * mx.maximum((start + mx.arange(rows)) // BLOCK - 1, 0)
+    exact = (tokens < SINKS) | (tokens >= limits[:, None])
+    step = max(1, LISTED_BYTES // (16 * kv * count * packed.dim))
+    out = []
+    for at in range(0, rows, step):
+        part = slice(at, min(at + step, rows))
+        both = zip(near.rows(tokens[part]), packed.rows(tokens[part]), strict=True)
+        keys, values = (mx.where(exact[part][..., None], *pair).swapaxes(0, 1) for pair in both)
+        queries = q[:, part].swapaxes(0, 1)[:, :, None]
+        mask = seen[part][:, None, None]
+        found = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
+        out.append(found[:, :, 0].swapaxes(0, 1))
+    return out[0] if len(out) == 1 else mx.concatenate(out, axis=1)
 
 
 def _exact_part(queries: mx.array, blocks: _Blocks, near: Near, soft_cap: float) -> _Running:

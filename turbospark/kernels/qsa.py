@@ -5,6 +5,7 @@ Knows the three parts and which of them a back end takes. Does not know caches o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -53,25 +54,63 @@ def choose_and_attend(
     """
     where = backend(mx.default_device())
     if fault is None:
-        fault = constant_ints(0) if len(q) == 1 else mx.zeros((len(q),), mx.int32)
+        fault = _no_fault(len(q))
     own = kernels and where != "cpu"
     own = own and qsa_score.takes(queries) and qsa_attend.takes(q, keys.shape[1])
     run = _by_kernels if own else _plainly
-    row_bytes = 4 * block_keys.shape[0] * queries.shape[1]
+    row_bytes = _score_bytes(queries, block_keys, own)
     if own:
-        row_bytes = max(4 * block_keys.shape[0], 4 * SPLITS * q.shape[1] * q.shape[2])
+        row_bytes = max(row_bytes, 4 * SPLITS * q.shape[1] * q.shape[2])
+
+    def turn(part: slice | None) -> tuple[mx.array, mx.array]:
+        if part is None:
+            return run(q, keys, values, queries, block_keys, start, rule, fault)
+        at = start + part.start
+        return run(q[part], keys, values, queries[part], block_keys, at, rule, fault[part])
+
+    return _in_turns(turn, len(q), row_bytes)
+
+
+def choose(
+    queries: mx.array,
+    block_keys: mx.array,
+    start: int,
+    rule: Rule,
+    fault: mx.array | None = None,
+    kernels: bool = False,
+) -> tuple[mx.array, mx.array]:
+    """Each row's best blocks alone, int32 [T, chosen], ascending -> (ids, fault); see above."""
+    if fault is None:
+        fault = _no_fault(len(queries))
+    own = kernels and backend(mx.default_device()) != "cpu" and qsa_score.takes(queries)
+    run = _choose_by_kernels if own else _choose_plainly
+
+    def turn(part: slice | None) -> tuple[mx.array, mx.array]:
+        if part is None:
+            return run(queries, block_keys, start, rule, fault)
+        return run(queries[part], block_keys, start + part.start, rule, fault[part])
+
+    return _in_turns(turn, len(queries), _score_bytes(queries, block_keys, own))
+
+
+def _no_fault(rows: int) -> mx.array:
+    return constant_ints(0) if rows == 1 else mx.zeros((rows,), mx.int32)
+
+
+def _score_bytes(queries: mx.array, block_keys: mx.array, kernels: bool) -> int:
+    """Of one row: plain MLX makes the scores of every index head."""
+    return 4 * block_keys.shape[0] * (1 if kernels else queries.shape[1])
+
+
+def _in_turns(
+    run: Callable[[slice | None], tuple[mx.array, mx.array]], rows: int, row_bytes: int
+) -> tuple[mx.array, mx.array]:
+    """`run` over parts of the rows that take SCORE_BYTES at most; None is all of them, uncut."""
     step = max(1, SCORE_BYTES // row_bytes)
-    if step >= len(q):
-        return run(q, keys, values, queries, block_keys, start, rule, fault)
-    outputs, faults = [], []
-    for at in range(0, len(q), step):
-        part = slice(at, min(at + step, len(q)))
-        out, told = run(
-            q[part], keys, values, queries[part], block_keys, start + at, rule, fault[part]
-        )
-        outputs.append(out)
-        faults.append(told)
-    return mx.concatenate(outputs), mx.concatenate(faults)
+    if step >= rows:
+        return run(None)
+    parts = [run(slice(at, min(at + step, rows))) for at in range(0, rows, step)]
+    return mx.concatenate([out for out, _ in parts]), mx.concatenate([told for _, told in parts])
 
 
 def _plainly(
@@ -84,10 +123,17 @@ def _plainly(
     rule: Rule,
     fault: mx.array,
 ) -> tuple[mx.array, mx.array]:
+    ids, fault = _choose_plainly(queries, block_keys, start, rule, fault)
+    out = qsa_attend.attend_blocks_reference(q, keys, values, ids, start, rule.ratio, rule.scale)
+    return out, fault
+
+
+def _choose_plainly(
+    queries: mx.array, block_keys: mx.array, start: int, rule: Rule, fault: mx.array
+) -> tuple[mx.array, mx.array]:
     scores = qsa_score.block_scores_reference(queries, block_keys, start, rule.ratio)
     ids, bad = qsa_select.select_blocks_reference(scores, rule.chosen)
-    out = qsa_attend.attend_blocks_reference(q, keys, values, ids, start, rule.ratio, rule.scale)
-    return out, mx.where((fault == 0) & bad, rule.code, fault)
+    return ids, mx.where((fault == 0) & bad, rule.code, fault)
 
 
 def _by_kernels(
@@ -102,12 +148,21 @@ def _by_kernels(
 ) -> tuple[mx.array, mx.array]:
     where = backend(mx.default_device())
     first, ratio = constant_ints(start), rule.ratio
+    ids, fault = _choose_by_kernels(queries, block_keys, start, rule, fault)
+    attend = qsa_attend.launch_partial(q, keys, values, ids, first, ratio, rule.scale, SPLITS)
+    o, ml = attend.run(where)
+    (out,) = qsa_attend.launch_combine(q, o, ml, SPLITS).run(where)
+    return out, fault
+
+
+def _choose_by_kernels(
+    queries: mx.array, block_keys: mx.array, start: int, rule: Rule, fault: mx.array
+) -> tuple[mx.array, mx.array]:
+    where = backend(mx.default_device())
+    first, ratio = constant_ints(start), rule.ratio
     (scores,) = qsa_score.launch(queries, block_keys, first, ratio).run(where)
     select = qsa_select.launch(
         scores, first, rule.chosen, ratio, fault, rule.code, qsa_select.simdgroups_on(where)
     )
     ids, fault = select.run(where)
-    attend = qsa_attend.launch_partial(q, keys, values, ids, first, ratio, rule.scale, SPLITS)
-    o, ml = attend.run(where)
-    (out,) = qsa_attend.launch_combine(q, o, ml, SPLITS).run(where)
-    return out, fault
+    return ids, fault
