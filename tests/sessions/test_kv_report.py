@@ -27,12 +27,42 @@ def test_bytes_are_those_of_the_layout(installed: Callable[[str], Path]) -> None
         report = turbospark.kv.report(runner)
         assert (report.layers, report.layers_in_all, report.context) == ((0, 1), 2, 512)
         # Per layer and head: 32 keys of 4 bits, 32 values of 3, two scales of 2 bytes.
-        assert report.bytes_per_token == 2 * 2 * (16 + 12 + 4)
-        assert report.half_bytes_per_token == 2 * 2 * 2 * 32 * 2
+        row, elements = 2 * 2 * (16 + 12 + 4), 2 * 2 * 2 * 32
+        assert (
+            report.per_token
+            == report.packed_per_token
+            == (turbospark.kv.Bytes(row, elements * 4, elements * 2))
+        )
         assert report.exact_bytes == 2 * 2 * (128 + 4) * 2 * 32 * 2
-        assert report.nbytes == runner.memory.kv
-        assert report.ratio == 512 * report.half_bytes_per_token / report.nbytes
+        assert report.packed == report.in_all
+        assert report.in_all.held == runner.memory.kv == 512 * row + report.exact_bytes
+        assert report.in_all.ratio == 512 * elements * 4 / runner.memory.kv
+        assert report.in_all.half_ratio == report.in_all.ratio / 2
         assert report.distortion == () and "no row yet" in str(report)
+
+
+def test_layers_that_stay_as_they_are_count_in_all(installed: Callable[[str], Path]) -> None:
+    """Three packed layers of four; two heads of 24."""
+    with open_cpu(installed("qwen3_moe-mixed"), max_context=500, kv_quant=4) as runner:
+        report = turbospark.kv.report(runner)
+        assert report.in_all.held == runner.memory.kv
+    packed, layer = 3 * 2 * (24 * 8 // 8 + 4), 2 * 2 * 24  # bytes of three, elements of one
+    assert report.packed_per_token == turbospark.kv.Bytes(packed, 3 * layer * 4, 3 * layer * 2)
+    assert report.per_token == turbospark.kv.Bytes(packed + layer * 4, 4 * layer * 4, 4 * layer * 2)
+    exact = 3 * 2 * (128 + 4) * 2 * 24 * 2
+    assert report.in_all.held == 512 * packed + exact + 500 * layer * 4
+    assert report.in_all.unpacked == 500 * 4 * layer * 4
+    want = "552 bytes in all layers; unpacked 1536 bytes in float32 (2.78 times) or 768 bytes in 16"
+    assert want in str(report)
+
+
+def test_half_precision_is_compared_once(installed: Callable[[str], Path]) -> None:
+    settings = {"max_context": 512, "kv_quant": 4, "dtype": "bfloat16"}
+    with open_cpu(installed(NAME), **settings) as runner:
+        report = turbospark.kv.report(runner)
+    assert report.in_all.unpacked == report.in_all.half == 512 * 2 * 2 * 2 * 32 * 2
+    assert "144 bytes in all layers; unpacked 512 bytes in 16 bits (3.56 times)" in str(report)
+    assert "bfloat16" not in str(report)
 
 
 def test_distortion_is_that_of_the_rows_in_the_cache(installed: Callable[[str], Path]) -> None:
