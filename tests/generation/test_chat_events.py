@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 
 from turbospark import Content, Finished, Prefill, Runner
-from turbospark.errors import OptionError, RunnerBusyError, TokenizerMissingError
+from turbospark.errors import OptionError, RunnerBusyError, TokenizerMissingError, UnsupportedError
 
 HI = [{"role": "user", "content": "hi"}]
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -41,6 +41,8 @@ def test_closing_a_chat_frees_the_runner(runner: Runner) -> None:
 
 def test_a_chat_refuses_before_anything_is_computed(runner: Runner, tmp_path: Path) -> None:
     before = runner.phase_counters.passes
+    with pytest.raises(UnsupportedError, match=r"chatml fallback.* never reads tools"):
+        runner.chat(HI, tools=[{"type": "function", "function": {"name": "f"}}])
     for wrong in ({"tools": [5]}, {"reasoning": "max"}, {"temperature": -1}):
         with pytest.raises(OptionError):
             runner.chat(HI, **wrong)

@@ -117,10 +117,13 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_computed(
     assert runner.phase_counters.calls == before
 
 
-def test_reasoning_and_tools_have_no_place_in_a_held_answer(runner: Runner) -> None:
+def test_reasoning_and_tools_have_no_place_in_a_held_answer(runner: Runner, tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    with pytest.raises(OptionError, match="json_schema leaves no room for calls"):
-        runner.chat(HI, json_schema=SCHEMA, tools=[tool])
+    with (
+        Runner.open(tiny_models.talking(tmp_path / "m.gturbo", "{{ tools }}")) as calling,
+        pytest.raises(OptionError, match="json_schema leaves no room for calls"),
+    ):
+        calling.chat(HI, json_schema=SCHEMA, tools=[tool])
     with pytest.warns(UserWarning), pytest.raises(OptionError, match="opens with reasoning"):
         runner.chat(HI, json_schema=SCHEMA, reasoning="high")
 

@@ -14,6 +14,7 @@ import pytest
 from turbospark import Runner
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 GREEDY: dict[str, Any] = {"model": "model", "temperature": 0}
 LONG: dict[str, Any] = {**GREEDY, "messages": HI, "stream": True, "max_tokens": 1900}
 
@@ -118,6 +119,7 @@ def test_the_model_is_listed_and_found_by_name(client: Any) -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias=.* is not supported"),
         ({"tool_choice": "required"}, "tool_choice='required' is not supported"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\] is .*; expected"),
+        ({"tools": [TOOL]}, "1 tools were given, but this model's chat template .* never reads"),
         ({"max_tokens": 0}, "max_new_tokens=0"),
         ({"extra_body": {"best": 1}}, "unknown field 'best'"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),

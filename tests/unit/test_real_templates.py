@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from turbospark.errors import OptionError
+from turbospark.errors import OptionError, UnsupportedError
 from turbospark.text.template import ChatTemplate
 
 FOLDER = os.environ.get("TURBOSPARK_REAL_TEMPLATES")
@@ -41,6 +41,9 @@ def test_real_templates_render_as_transformers_does() -> None:
                 )
             except OptionError:
                 found = None
+            except UnsupportedError:  # transformers leaves them out of the prompt
+                assert tools and "tools" not in texts[name].replace("tool_calls", "")
+                continue
         if expected is not None:  # transformers hands `tools=None` over, which some iterate
             assert found == expected, key
             same += 1

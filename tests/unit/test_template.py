@@ -152,6 +152,34 @@ def test_a_tool_without_a_description_gets_an_empty_one():
     assert "description" not in tools[0]["function"], "the caller's tools are left alone"
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALLED = [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+
+
+@pytest.mark.parametrize("text", [*FALLBACKS.values(), "{# tools #}{% set tools = 1 %}{{ tools }}"])
+def test_tools_that_a_template_never_reads_are_refused(text):
+    with pytest.raises(
+        UnsupportedError, match=r"2 tools were given, .* \(test\) never reads tools"
+    ):
+        render(text, tools=[TOOL, TOOL])
+    with pytest.raises(
+        UnsupportedError, match=r"messages\[1\] has tool_calls, .* never reads them"
+    ):
+        render(text, CALLED)
+    assert render(text, tools=[]) == render(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{% for t in tools %}f{% endfor %}",
+     "{% macro shown() %}{{ tools[0].function.name }}{% endmacro %}{{ shown() }}",
+     "{% if more %}{% set tools = more %}{% endif %}{{ tools[0].function.name }}"],
+    ids=["loop", "macro", "replaced in a branch"],
+)  # fmt: skip
+def test_tools_reach_a_template_however_it_reads_them(text):
+    assert render(text, tools=[TOOL]) == "f"
+
+
 # --- refusals and the sandbox -----------------------------------------------------------------
 
 
@@ -261,7 +289,8 @@ def test_a_message_that_says_nothing_readable_is_refused_by_number(message, matc
 def test_an_assistant_that_only_called_a_tool_needs_no_content():
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     assert render("{{ messages[0].tool_calls[0].function.name }}", [call]) == "f"
-    assert render("{{ messages[0].content is none }}", [{**call, "content": None}]) == "True"
+    text = "{% if messages[0].tool_calls %}{{ messages[0].content is none }}{% endif %}"
+    assert render(text, [{**call, "content": None}]) == "True"
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("one", "two")]}]

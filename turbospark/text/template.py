@@ -15,7 +15,7 @@ from datetime import date, datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -116,6 +116,7 @@ class ChatTemplate:
         self.text = text
         self.source = source
         self._compiled: jinja2.Template | None = None
+        self._names: set[str] = set()  # what it reads from outside
 
     @classmethod
     def find(cls, file: str | None, configured: Any, dialect: str) -> ChatTemplate:
@@ -161,6 +162,7 @@ class ChatTemplate:
         """
         self._check(messages, tools, reasoning)
         template = self._template()
+        self._check_calls(messages, tools)
         context: dict[str, Any] = {
             "messages": [self._spelled(m) for m in _copied(messages, "messages")],
             "add_generation_prompt": add_generation_prompt,
@@ -218,6 +220,25 @@ class ChatTemplate:
                 stacklevel=4,
             )
 
+    def _check_calls(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Refuse tools and calls that would never reach the prompt."""
+        never = f"this model's chat template ({self.source}) never reads"
+        if tools and "tools" not in self._names:
+            raise UnsupportedError(
+                f"{len(tools)} tools were given, but {never} tools; works: a system message that "
+                "describes them, or a model whose template reads tools"
+            )
+        for index, message in enumerate(messages):
+            if message.get("tool_calls") and "tool_calls" not in (self.text or ""):
+                raise UnsupportedError(
+                    f"messages[{index}] has tool_calls, but {never} them; works: the calls as "
+                    "text in its content"
+                )
+
     def _spelled(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as this template takes it: most know content as one string only."""
         content = message.get("content")
@@ -230,7 +251,10 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         if self._compiled is None:
             try:
-                self._compiled = _environment().from_string(self.text or "")
+                environment = _environment()
+                tree = environment.parse(self.text or "")
+                self._names = meta.find_undeclared_variables(tree)
+                self._compiled = environment.from_string(tree)
             except (jinja2.TemplateSyntaxError, SyntaxError) as error:
                 raise ModelFormatError(
                     f"chat template ({self.source}) is broken at line {error.lineno}: "
