@@ -4,13 +4,15 @@
 
 MODEL is a GGUF file or an install. Texts come with Python: prose (pages of the language reference
 in pydoc), code (a module's source), docstrings. Balance tables are measured on other pages, so that
-all texts are held out. Teacher-forced, position by position: KL divergence of the next token's
-distribution from that of exact float32 caches, in nats, and how often the likeliest token is the
-same. "window" codecs read the same first 4 and newest positions exactly as kv_quant does; the
-others read everything packed, as their programs do. All sides pack the same layers. The attention
-error is that of one layer on the exact run's inputs, over its output, as lengths, mean over layers.
-Rows of results are kept by model, text, length and side; `--write` adds or replaces them. MLX's
-matrix products on a CPU are slow, so numpy multiplies the weights here; caches are the real ones.
+those texts are held out; "measured" is the text of the tables itself, for what they gain in-sample,
+and a side may use tables of random ids, as `turbospark calibrate` does by default. Teacher-forced,
+position by position: KL divergence of the next token's distribution from that of exact float32
+caches, in nats, and how often the likeliest token is the same. "window" codecs read the same first
+4 and newest positions exactly as kv_quant does; the others read everything packed, as their
+programs do. All sides pack the same layers. The attention error is that of one layer on the exact
+run's inputs, over its output, as lengths, mean over layers. Rows of results are kept by model,
+text, length and side; `--write` adds or replaces them. MLX's matrix products on a CPU are slow, so
+numpy multiplies the weights here; caches are the real ones.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ from turbospark.layers.linear import Linear
 
 WIDTHS = {"4": (4, 4), "3.5": (4, 3), "3": (3, 3), "2": (2, 2)}
 CHUNK = 256
+Tables = dict[int, Balance]
+"""Of each packed layer; kept by the end of the name of the side that they are for."""
 
 
 def texts() -> dict[str, str]:
@@ -146,7 +150,7 @@ class Side:
 
 
 def sides(
-    specs: list[CacheSpec], tables: dict[int, Balance], context: int, chosen: list[str]
+    specs: list[CacheSpec], tables: dict[str, Tables], context: int, chosen: list[str]
 ) -> dict[str, Side]:
     """The chosen sides, their caches empty; "exact" first."""
     packed, reason = packed_specs(specs, 4, 4)
@@ -154,10 +158,10 @@ def sides(
         raise SystemExit(reason)
     made: dict[str, Side] = {}
     for name in ["exact", *chosen]:
-        bits = WIDTHS.get(name.removeprefix("kv_quant ").partition(",")[0])
+        width, _, how = name.removeprefix("kv_quant ").partition(", ")
+        bits = WIDTHS.get(width)
         own = specs if bits is None else packed_specs(specs, *bits)[0]
-        balance = {} if "not calibrated" in name else tables
-        states = LayerStates(own, context, mx.float32, balance=balance)
+        states = LayerStates(own, context, mx.float32, balance=tables.get(how, {}))
         for i, spec in enumerate(packed):
             if isinstance(spec, PackedSpec) and bits is None:
                 states.layers[i] = CodedKV(*OTHERS[name])
@@ -190,7 +194,7 @@ def run(
     runner: Runner,
     ids: list[int],
     specs: list[CacheSpec],
-    tables: dict[int, Balance],
+    tables: dict[str, Tables],
     first: int,
     chosen: list[str],
 ) -> tuple[dict[str, Side], dict[str, float]]:
@@ -241,7 +245,8 @@ def by_numpy(linear: Linear, x: mx.array) -> mx.array:
 
 # --- running --------------------------------------------------------------------------------------
 
-SIDES = [f"kv_quant {name}" for name in WIDTHS] + ["kv_quant 4, not calibrated", *OTHERS]
+SIDES = [f"kv_quant {name}" for name in WIDTHS]
+SIDES += ["kv_quant 4, random ids", "kv_quant 4, not calibrated", *OTHERS]
 SIDES.remove("exact")
 
 
@@ -252,8 +257,14 @@ def measured(
     engine, text = runner._engine, texts()
     assert engine is not None
     specs = list(engine.model.cache_specs)
-    found = measure(runner, runner.encode(text["measured"])[:1024])
-    tables = {i: Balance(*map(mx.array, pair)) for i, pair in found.items()}
+    drawn = np.random.default_rng(0).integers(0, runner.vocab_size, 1024).tolist()
+    feeds = {"": runner.encode(text["measured"])[:1024], "random ids": drawn}
+    if not any(side.endswith("random ids") for side in chosen):
+        del feeds["random ids"]
+    tables = {
+        name: {i: Balance(*map(mx.array, pair)) for i, pair in measure(runner, ids).items()}
+        for name, ids in feeds.items()
+    }
     first = count - 512 if count > 1024 else 256
     rows = []
     for topic in names:
@@ -304,7 +315,8 @@ def record(rows: list[dict[str, Any]]) -> None:
     old = json.loads(out.read_text())["rows"] if out.exists() else []
     kept = {tuple(r[k] for k in ("model", "text", "tokens", "side")): r for r in [*old, *rows]}
     report = {
-        "what": "divergence from exact float32 caches on texts that no table was measured on",
+        "what": "divergence from exact float32 caches; balance tables are of the text 'measured', "
+        "so that its rows are in-sample and all others held out",
         "command": "python benchmarks/kv_quality.py MODEL [--long] [--texts ...] --write",
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "versions": {

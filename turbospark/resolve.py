@@ -216,6 +216,8 @@ def resolve_context(
     layers = tuple(i for i, spec in enumerate(specs) if packed_part(spec))
     tables = balance.digest(install) if layers else None
     name = "none" if tables is None else f"calibrated {tables[:16]}"
+    if layers and tables is None:
+        _warn_uncalibrated(options, install)
     return replace(resolved, kv_quantized_layers=layers, kv_balance=name)
 
 
@@ -258,6 +260,15 @@ def _warn_past_training(context: int, trained: int | None) -> None:
             "what it says there may be worthless",
             stacklevel=5,  # the caller of Runner.open
         )
+
+
+def _warn_uncalibrated(options: OpenOptions, install: Install) -> None:
+    warnings.warn(
+        f"kv_quant={options.kv_quant} without balance tables has several times the error, and "
+        "ruins models whose keys have large biases (Qwen2.5); run `turbospark calibrate "
+        f"{install.path}` once",
+        stacklevel=5,  # the caller of Runner.open
+    )
 
 
 def _warn_unreachable(options: OpenOptions) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,10 @@ def test_queries_of_layers_that_share_a_cache_are_counted(
 def test_calibrating_stores_tables_that_the_next_open_uses(copied: Path) -> None:
     prompt = ids_of(NAME, 150)
     options = {"kv_quant": 4, "max_context": 320}
-    with open_cpu(copied, **options) as before:
+    with (
+        pytest.warns(UserWarning, match=r"kv_quant=4 without balance tables .*calibrate \S+model"),
+        open_cpu(copied, **options) as before,
+    ):
         assert before.resolved.kv_balance == "none"
         plain = answer(before, prompt, 4)
     file = calibrate(copied, tokens=200, options=CPU)
@@ -119,8 +123,11 @@ def test_calibrating_stores_tables_that_the_next_open_uses(copied: Path) -> None
         engine = first._engine
         assert engine is not None
         assert isinstance(engine.states.layers[0].balance, Balance)
-    with open_cpu(copied) as off:
-        assert off.resolved.kv_balance == "none"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_cpu(copied, **options).close()
+        with open_cpu(copied) as off:
+            assert off.resolved.kv_balance == "none"
 
 
 def test_provenance_is_recorded_and_equal_runs_write_equal_files(copied: Path) -> None:
