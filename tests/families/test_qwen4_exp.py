@@ -98,8 +98,12 @@ def test_full_attention_without_an_indexer_is_refused() -> None:
 # --- conversion -----------------------------------------------------------------------------------
 
 
-def altered(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> Path:
-    """A float32 copy of the oracle's checkpoint with some tensors changed."""
+def altered(
+    folder: Path,
+    change: Callable[[dict[str, np.ndarray]], None],
+    settings: Callable[[dict[str, Any]], None] = lambda config: None,
+) -> Path:
+    """A float32 copy of the oracle's checkpoint with some tensors and settings changed."""
     raw = mx.load(str(ORACLE.path / "model.safetensors"))
     floating = (mx.bfloat16, mx.float32)
     tensors = {
@@ -108,7 +112,9 @@ def altered(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> Pa
     change(tensors)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(ORACLE.config))
+    config = ORACLE.config
+    settings(config)
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -129,6 +135,29 @@ def test_a_missing_run_of_rows_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(SourceError, match="part 1 of its rows is missing"):
         convert(altered(tmp_path / "c", change), tmp_path / "i", progress=False)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("head", [True, False])
+def test_a_head_that_is_there_is_used_where_the_configuration_contradicts_itself(
+    outer: bool, head: bool, tmp_path: Path, path: Path
+) -> None:
+    """transformers 5 follows the outer level, 4 the inner one, and both write either."""
+    table = "model.language_model.embed_tokens.weight"
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        if not head:
+            tensors[table] = tensors.pop("lm_head.weight")
+
+    def said(config: dict[str, Any]) -> None:
+        config["tie_word_embeddings"] = outer
+        config["text_config"]["tie_word_embeddings"] = not outer
+
+    made = convert(altered(tmp_path / "c", change, said), tmp_path / "i", progress=False)
+    with opened(made) as a, opened(path) as b:
+        assert a.arch.tie_word_embeddings == (not head)
+        if head:
+            assert np.array_equal(np.array(a.score(ORACLE.ids)), np.array(b.score(ORACLE.ids)))
 
 
 def test_a_table_in_one_piece_is_read_too(tmp_path: Path, path: Path) -> None:

@@ -16,6 +16,7 @@ from turbospark.conversion.grafting import Grafted
 from turbospark.conversion.plan import Pieces, Plan, make_plan
 from turbospark.conversion.safetensors import SafetensorsSource, read_config
 from turbospark.conversion.source import Files, LocalFiles, TensorSource
+from turbospark.conversion.transfer import HEAD
 from turbospark.errors import SourceError, UnsupportedError
 from turbospark.families import family_for_gguf, family_for_model_type
 from turbospark.families.base import Family
@@ -74,6 +75,7 @@ def open_folder(files: Files, drafter: Files | None = None) -> Checkpoint:
     family = family_for_model_type(str(config.get("model_type")))
     own = SafetensorsSource(files, config)
     source: TensorSource = own
+    _settle_head(config, own.tensors)
     _check_layers(config.get("num_hidden_layers"), "config.json: num_hidden_layers", own.tensors)
     if drafter is not None:
         config["dflash"] = read_config(drafter)
@@ -88,6 +90,13 @@ def open_folder(files: Files, drafter: Files | None = None) -> Checkpoint:
         source.close()
         raise
     return checkpoint
+
+
+def _settle_head(config: dict[str, Any], names: Collection[str]) -> None:
+    """Whether the head is tied, where config.json contradicts itself: one that is there is used."""
+    if config.get("tie_word_embeddings", False) is None:
+        plain = {plain_name(name) for name in names}
+        config["tie_word_embeddings"] = plain.isdisjoint({HEAD, f"model.{HEAD}"})
 
 
 def _check_derived(source: SafetensorsSource, derived: Mapping[str, list[int]]) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 from turbospark.errors import SourceError, UnsupportedError
 
 # Text settings that multimodal wrappers keep beside `text_config`.
+_TIED = "tie_word_embeddings"
 _OUTER_KEYS = (
-    "tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id",
+    _TIED, "eos_token_id", "bos_token_id", "pad_token_id",
     "quantization", "quantization_config", "torch_dtype", "dtype",
 )  # fmt: skip
 
@@ -23,8 +24,10 @@ _OUTER_KEYS = (
 def normalize_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """One flat text configuration in the hub dialect.
 
-    `text_config` is lifted; the inner value of a key wins where both levels have it. A flat
-    `rope_parameters` becomes `rope_theta` + `rope_scaling`; one keyed by layer type stays.
+    `text_config` is lifted; the inner value of a key wins where both levels have it, but two that
+    contradict each other about a tied head leave None: releases of transformers differ in which
+    they follow. A flat `rope_parameters` becomes `rope_theta` + `rope_scaling`; one keyed by layer
+    type stays.
     """
     if not isinstance(raw, Mapping):
         raise SourceError(f"config.json holds {type(raw).__name__}; expected an object")
@@ -34,6 +37,8 @@ def normalize_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(text, Mapping):
         config = {k: raw[k] for k in _OUTER_KEYS if k in raw}
         config.update({k: v for k, v in text.items() if v is not None or k not in config})
+        if raw.get(_TIED) not in (None, config.get(_TIED)):
+            config[_TIED] = None
         config.setdefault("model_type", raw.get("model_type"))
         config["architectures"] = raw.get("architectures")
     else:
