@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from turbospark import Runner
-from turbospark.cache.sparse import SparseKV
+from turbospark.cache.sparse import PlainRows, SparseKV
 from turbospark.kernels import qsa_attend
 
 RECORDED = Path(__file__).parents[1] / "data" / "qwen4_traces.npz"
@@ -83,16 +83,16 @@ class Trace:
         patch.setattr(engine, "model", _Model(engine.model, self._outputs, self._logits))
 
     def _watch_attention(self, patch: pytest.MonkeyPatch) -> None:
-        attend, every, listed = SparseKV.attend, SparseKV._attend_all, qsa_attend.listed_tokens
+        attend, every, listed = SparseKV.attend, PlainRows.attend_all, qsa_attend.listed_tokens
 
         def watch(cache: Any, q: Any, k: Any, v: Any, index: Any, step: Any, scale: float) -> Any:
             self._layer = index.layer
             return attend(cache, q, k, v, index, step, scale)
 
-        def watch_every(cache: Any, q: Any, step: Any, scale: float) -> Any:
+        def watch_every(rows: Any, q: Any, step: Any, scale: float) -> Any:
             for row in range(step.start, step.start + q.shape[0]):
                 self._attended[self._layer].append((row, np.arange(row + 1)))
-            return every(cache, q, step, scale)
+            return every(rows, q, step, scale)
 
         def watch_listed(ids: Any, start: int, ratio: int) -> Any:
             tokens, seen = listed(ids, start, ratio)
@@ -101,7 +101,7 @@ class Trace:
             return tokens, seen
 
         patch.setattr(SparseKV, "attend", watch)
-        patch.setattr(SparseKV, "_attend_all", watch_every)
+        patch.setattr(PlainRows, "attend_all", watch_every)
         patch.setattr(qsa_attend, "listed_tokens", watch_listed)
 
     def run(self, pieces: Sequence[Sequence[int]]) -> np.ndarray:
