@@ -16,6 +16,7 @@ from turbospark.kernels import (
     likeliest,
     packed_attention,
     packed_decode,
+    packed_qsa,
     packed_turn,
     qmv_matrix,
     qmv_scalar,
@@ -218,6 +219,14 @@ def block_attention() -> Launch:
     return qsa_attend.launch_partial(q, keys, keys, ids, start, 4, 0.1, 8)
 
 
+def packed_block_attention() -> Launch:
+    """Of `packed_parts`, the ring taken for the newest rows."""
+    packed, near = packed_parts((3, 3))
+    q, ids = normal((2, 8, 64), mx.float32, 0), mx.zeros((2, 8), dtype=mx.int32)
+    start = mx.array([150], dtype=mx.int32)
+    return packed_qsa.launch_partial(q, packed, near, ids, start, 4, 8)
+
+
 LAUNCHES = {
     make.__name__: make
     for make in (
@@ -243,6 +252,7 @@ LAUNCHES = {
         block_scores,
         block_choice,
         block_attention,
+        packed_block_attention,
         likeliest_shares,
         likeliest_best,
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from turbospark.cache.attend import Step
 from turbospark.cache.specs import CacheSpec, FullSpec, NgramSpec, PackedSpec, SparseSpec
-from turbospark.kernels import kv_codec, packed_decode
+from turbospark.kernels import kv_codec, packed_decode, packed_qsa
 from turbospark.kernels.kv_codec import BLOCK, KEY_SEED, VALUE_SEED
 from turbospark.kernels.kv_encode import encode_rows, encode_rows_reference
 from turbospark.kernels.packed_attention import (
@@ -28,6 +28,7 @@ from turbospark.kernels.packed_attention import (
     packed_listed_reference,
 )
 from turbospark.kernels.packed_turn import turn_rows
+from turbospark.kernels.qsa_attend import listed_tokens
 
 SLACK = 64
 """Exact rows kept beyond the window, for going back."""
@@ -264,17 +265,29 @@ class PackedKV:
         joined = out[0] if len(out) == 1 else mx.concatenate(out, axis=1)
         return kv_codec.turn_back(joined, VALUE_SEED).astype(q.dtype)[None]
 
-    def read_listed(
-        self, q: mx.array, tokens: mx.array, seen: mx.array, start: int, step: Step, scale: float
+    def read_chosen(
+        self,
+        q: mx.array,
+        ids: mx.array,
+        ratio: int,
+        start: int,
+        step: Step,
+        scale: float,
+        kernels: bool,
     ) -> mx.array:
-        """Attend q [1, H, L, dim] of positions from `start` on, each row over its own tokens int32
-        [L, n] where `seen`, of what `write` stored in this pass and before.
+        """Attend q [1, H, L, dim] of positions from `start` on over what `write` stored: each row
+        over its own blocks ids int32 [L, k] of `ratio` positions and the open one; with `kernels`
+        by two launches, where they take the heads -> [L, H, dim].
         """
         packed = Packed(self.keys, self.key_scales, self.values, self.value_scales)
         queries, _ = self._turned(q[0], scale, None)
         near = step.replays[self]
+        if kernels and packed_qsa.takes(q.shape[1], self.spec.kv_heads, self.spec.dim):
+            rows = mx.contiguous(queries.swapaxes(0, 1))
+            return packed_qsa.packed_qsa(rows, packed, near, ids, start, ratio, q.dtype)
+        tokens, seen = listed_tokens(ids, start, ratio)
         out = packed_listed_reference(queries, tokens, seen, start, packed, near)
-        return kv_codec.turn_back(out, VALUE_SEED).astype(q.dtype)[None]
+        return kv_codec.turn_back(out, VALUE_SEED).astype(q.dtype).swapaxes(0, 1)
 
     # --- by kernels -------------------------------------------------------------------------------
 

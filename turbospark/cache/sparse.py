@@ -17,7 +17,6 @@ from turbospark.cache.packed import Balance, PackedKV
 from turbospark.cache.recurrent import CarriedState, Saved
 from turbospark.cache.specs import PackedSpec, SparseSpec
 from turbospark.kernels.qsa import Rule, choose, choose_and_attend
-from turbospark.kernels.qsa_attend import listed_tokens
 
 
 @dataclass(frozen=True)
@@ -106,12 +105,10 @@ class PackedRows:
     def attend_chosen(
         self, q: mx.array, queries: mx.array, keys: mx.array, start: int, rule: Rule, step: Step
     ) -> mx.array:
-        """As `PlainRows`; chosen by kernels where there are any, attended in plain MLX."""
+        """As `PlainRows`."""
         ids, step.fault = choose(queries, keys, start, rule, step.fault, self.kernels)
-        tokens, seen = listed_tokens(ids, start, rule.ratio)
         heads = q.swapaxes(0, 1)[None]
-        out = self.held.read_listed(heads, tokens, seen, start, step, rule.scale)
-        return out[0].swapaxes(0, 1)
+        return self.held.read_chosen(heads, ids, rule.ratio, start, step, rule.scale, self.kernels)
 
 
 class SparseKV(CarriedState):

@@ -375,7 +375,7 @@ CHECKS = {
     ("decode_attention",): attention_checks,
     ("qsa",): sparse_checks,
     ("expert_matrix", "expert_scalar"): expert_checks,
-    ("packed_decode", "packed_turn", "kv_encode"): packed_checks,
+    ("packed_decode", "packed_qsa", "packed_turn", "kv_encode"): packed_checks,
     ("router_topk", "rope_kv", "likeliest"): small_checks,
 }
 """By the names of the kernels checked."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from turbospark.kernels import kv_codec, packed_decode
+from turbospark.kernels import kv_codec, packed_decode, packed_qsa
 from turbospark.kernels.check_base import Check, floats, normal
 from turbospark.kernels.kv_encode import encode_rows_reference, launch_encode
 from turbospark.kernels.packed_attention import (
@@ -15,8 +15,10 @@ from turbospark.kernels.packed_attention import (
     Packed,
     first_exact,
     packed_attention_reference,
+    packed_listed_reference,
 )
 from turbospark.kernels.packed_turn import launch_turn
+from turbospark.kernels.qsa_attend import listed_tokens
 from turbospark.kernels.source import ceil_div
 
 
@@ -26,6 +28,8 @@ def packed_checks() -> Iterator[Check]:
     yield _packed(8, 4, 128, 4001, (4, 3), 3)
     yield _packed(4, 8, 64, 2000, (2, 2), 8)
     yield _packed(2, 4, 256, 3000, (3, 3), 1)
+    yield _chosen((4, 4))
+    yield _chosen((3, 3))
     yield _turned()
     yield _encoded(True)
     yield _encoded(False)
@@ -72,6 +76,43 @@ def _packed(kv: int, group: int, dim: int, length: int, bits: tuple[int, int], r
     label = f"{rows} x {kv}x{group} of {dim}, {length} keys {bits[0]}/{bits[1]}"
     read = sum(a.nbytes for a in parts)
     return Check("packed_decode", label, dtype, run, own, floats(turned).reshape(-1), read)
+
+
+def _chosen(bits: tuple[int, int]) -> Check:
+    """512 of the blocks of four before position 32767, each head over 2,051 positions."""
+    kv, group, dim, last, splits = 2, 12, 256, 32766, packed_qsa.SPLITS
+    q = normal((1, kv * group, dim), mx.float32, 0) * 0.1
+    exact = [normal((kv, 32768, dim), mx.float16, seed) for seed in (1, 2)]
+    parts: list[mx.array] = []
+    for a, width, keys in zip(exact, bits, (True, False), strict=True):
+        parts += encode_rows_reference(a, width, keys)
+    packed, first = Packed(*parts), first_exact(last)
+    near = Near(first, *(a[:, first : last + 1] for a in exact), *(a[:, :4] for a in exact))
+    blocks = np.sort(np.random.default_rng(3).permutation((last + 1) // 4)[:512])
+    ids = mx.array(blocks[None].astype(np.int32))
+
+    def run(where: str) -> mx.array:
+        start = mx.array([last], dtype=mx.int32)
+        o, ml = packed_qsa.launch_partial(q, packed, near, ids, start, 4, splits).run(where)
+        return packed_qsa.launch_combine(q, o, ml, mx.float16, splits).run(where)[0]
+
+    def own() -> mx.array:
+        tokens, seen = listed_tokens(ids, last, 4)
+        out = packed_listed_reference(q.swapaxes(0, 1), tokens, seen, last, packed, near)
+        return kv_codec.turn_back(out, kv_codec.VALUE_SEED).astype(mx.float16)
+
+    spots = np.concatenate([(blocks[:, None] * 4 + np.arange(4)).ravel(), np.arange(32764, 32767)])
+    as_is = ((spots < 4) | (spots >= first))[:, None]
+    coded = [floats(a)[:, spots] for a in packed.tile(0, 32768)]
+    k, v = (np.where(as_is, floats(a)[:, spots], b) for a, b in zip(exact, coded, strict=True))
+    want = np.zeros((kv * group, dim))
+    for head in range(kv * group):
+        share = np.exp(k[head // group] @ floats(q)[0, head])
+        want[head] = share @ v[head // group] / share.sum()
+    turned = kv_codec.turn_back(mx.array(want.astype(np.float32)), kv_codec.VALUE_SEED)
+    label = f"512 of 8191 blocks, {kv}x{group} of {dim}, {bits[0]}/{bits[1]}"
+    read = 2051 * kv * (dim * sum(bits) // 8 + 4)
+    return Check("packed_qsa", label, mx.float16, run, own, floats(turned).reshape(-1), read)
 
 
 def _turned() -> Check:

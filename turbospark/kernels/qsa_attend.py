@@ -81,8 +81,9 @@ def listed_tokens(ids: mx.array, start: int, ratio: int) -> tuple[mx.array, mx.a
 # --- kernel ---------------------------------------------------------------------------------------
 
 # As `decode_attention`'s: a lane owns 8 dims, LANES lanes a position. Entry i of a row's list is a
-# position of a chosen block, and after all of those one of the open block.
-PARTIAL = r"""
+# position of a chosen block, and after all of those one of the open block. LOAD reads `position`
+# into kr[i] and vr[i].
+LISTED = r"""
   constexpr int LANES = D / 8;
   constexpr int AT_ONCE = 32 / LANES;
   constexpr int BLOCK = AT_ONCE * TURNS;
@@ -134,10 +135,7 @@ PARTIAL = r"""
       const int entry = ts_min(t0 + i * AT_ONCE + row_of_lane, stop - 1);
       const int listed = ids[row * K + ts_min(entry / RATIO, K - 1)] * RATIO + entry % RATIO;
       const int position = entry < K * RATIO ? listed : open + entry - K * RATIO;
-      const int64_t at = (int64_t(position) * KV + kv) * D + dim;
-      ts_load8(keys + at, kr[i]);
-      ts_load8(values + at, vr[i]);
-    }
+LOAD    }
     float part[TURNS * GP];
     TS_UNROLL
     for (int i = 0; i < TURNS; i++) {
@@ -154,7 +152,15 @@ PARTIAL = r"""
     const float score = ts_sum_apart<TURNS * GP, LANES>(part, lane);
     const bool live = t0 + my_turn * AT_ONCE + row_of_lane < stop;
 """
-PARTIAL += ACCUMULATE
+LISTED += ACCUMULATE
+PARTIAL = LISTED.replace(
+    "LOAD",
+    """
+      const int64_t at = (int64_t(position) * KV + kv) * D + dim;
+      ts_load8(keys + at, kr[i]);
+      ts_load8(values + at, vr[i]);
+""",
+)
 
 PARTIAL_KERNEL = Kernel(
     "qsa_attend",
@@ -183,22 +189,30 @@ def launch_partial(
 
 
 @lru_cache(maxsize=1024)
-def plan_partial(q: tuple[int, ...], kv: int, k: int, ratio: int, splits: int) -> Plan:
-    """What the first launch fixes for queries of shape `q`."""
+def plan_partial(
+    q: tuple[int, ...],
+    kv: int,
+    k: int,
+    ratio: int,
+    splits: int,
+    kernel: Kernel = PARTIAL_KERNEL,
+    more: tuple[tuple[str, Value], ...] = (),
+) -> Plan:
+    """What the first launch fixes for queries of shape `q`; `more` of a kernel of packed rows."""
     rows, heads, dim = q
     queries = heads // kv
     at_once = min(queries, 4 if dim == 256 else 8)
     padded = 1 << (at_once - 1).bit_length()
     template: dict[str, Value] = {
         "D": dim, "KV": kv, "NQ": queries, "GQ": at_once, "GP": padded, "K": k, "RATIO": ratio,
-        "TURNS": max(1, min(4, dim // 8 // padded)), "SG": SIMDGROUPS,
+        "TURNS": max(1, min(4, dim // 8 // padded)), "SG": SIMDGROUPS, **dict(more),
     }  # fmt: skip
     groups = (splits, kv, rows * ceil_div(queries, at_once))
     outputs = (
         ((rows * heads, splits, dim), mx.float32),
         ((rows * heads, splits, 2), mx.float32),
     )
-    return Plan(PARTIAL_KERNEL, template, groups, SIMD * SIMDGROUPS, outputs)
+    return Plan(kernel, template, groups, SIMD * SIMDGROUPS, outputs)
 
 
 def launch_combine(q: mx.array, o: mx.array, ml: mx.array, splits: int) -> Launch:
