@@ -51,7 +51,7 @@ from turbospark.resolve import Resolved, configured, resolve, resolve_caches, re
 from turbospark.speculation.opening import drafter_specs
 from turbospark.steered import Steered, placed
 from turbospark.steering import SteeringPolicy
-from turbospark.text.grammar import Constraint
+from turbospark.text.grammar import Constraint, one_call
 from turbospark.text.prompts import Prompt, encode, needed
 from turbospark.text.tokenizer import Tokenizer, load_with_stops
 from turbospark.text.turns import Piece, answer_only, splitter
@@ -270,14 +270,16 @@ class Runner(display.Shown, Steered, Drafted):
         options: GenerationOptions | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
         reasoning: str = "off",
         cancel: Callable[[], bool] | None = None,
         **changes: Any,
     ) -> Iterator[Piece | Prefill | Finished]:
         """The answer to `messages` taken apart: Content, Reasoning, ToolCall, ReleasedToolSpan.
 
-        `tools` are JSON schemas as the OpenAI API takes them; `reasoning` is off, low, medium, high
-        or xhigh. Prefill comes before, Finished, with the text as the model wrote it, at the end.
+        `tools` are JSON schemas as the OpenAI API takes them; `tool_choice` is auto, required (the
+        answer is one call) or a tool's name (a call of this one); `reasoning` is off, low, medium,
+        high or xhigh. Prefill comes before; Finished, with the text as written, at the end.
         Refusals are raised by this call.
         """
         tokenizer = needed(self.tokenizer, "a chat", self.path)
@@ -285,11 +287,16 @@ class Runner(display.Shown, Steered, Drafted):
         prompt = tokenizer.render(
             messages, tools=tools, reasoning=reasoning, now=self.options.chat_date
         )
-        if chosen.constraint is not None:
-            dialect, option = tokenizer.dialect.name, chosen.constraint[0]
-            prompt = answer_only(prompt, dialect, option, tools, reasoning)
+        held = "" if chosen.constraint is None else chosen.constraint[0]
+        calls = tool_choice != "auto"
+        if held and (tools or calls):
+            raise OptionError(f"{held} leaves no room for calls; give tools or {held}, not both")
+        if calls:
+            chosen, held = chosen.replace(grammar=one_call(tools, tool_choice)), "tool_choice"
+        if held:
+            prompt = answer_only(prompt, tokenizer.dialect.name, held, reasoning)
         ids = tokenizer.encode(prompt, add_special=False)
-        split = splitter(tokenizer, prompt, tools, chosen.stop)
+        split = splitter(tokenizer, prompt, tools, chosen.stop, whole_call=calls)
         return pieces(self.stream(ids, chosen, cancel=cancel), split)
 
     def _events(

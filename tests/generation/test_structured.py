@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import tiny_models
 
-from turbospark import Content, Finished, GenerationOptions, Runner
+from turbospark import (
+    Content,
+    Finished,
+    GenerationOptions,
+    Prefill,
+    ReleasedToolSpan,
+    Runner,
+    ToolCall,
+)
 from turbospark.errors import MissingDependencyError, OptionError, TokenizerMissingError
 from turbospark.sampling import Sampler
 
@@ -117,13 +125,85 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_computed(
     assert runner.phase_counters.calls == before
 
 
-def test_reasoning_and_tools_have_no_place_in_a_held_answer(runner: Runner, tmp_path: Path) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    with (
-        Runner.open(tiny_models.talking(tmp_path / "m.gturbo", "{{ tools }}")) as calling,
-        pytest.raises(OptionError, match="json_schema leaves no room for calls"),
-    ):
-        calling.chat(HI, json_schema=SCHEMA, tools=[tool])
+CALLING = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}"
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {
+        "type": "object", "required": ["a", "b"], "additionalProperties": False,
+        "properties": {"a": {"$ref": "#/$defs/digit"}, "b": {"$ref": "#/$defs/digit"}},
+        "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}}}}},
+    {"type": "function", "function": {"name": "say \"hi\"", "parameters": {
+        "type": "object", "required": ["word"], "additionalProperties": False,
+        "properties": {"word": {"enum": ["yes", "no"]}}}}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    path = tiny_models.talking(tmp_path_factory.mktemp("c") / "m.gturbo", CALLING)
+    with Runner.open(path, max_context=4096) as opened:
+        yield opened
+
+
+def fits(call: ToolCall) -> bool:
+    """Whether the arguments are what the call's own schema asks for."""
+    values = call.arguments
+    if call.name == "add":
+        return set(values) == {"a", "b"} and all(0 <= v <= 9 for v in values.values())
+    return values == {} if call.name == "now" else values in ({"word": "yes"}, {"word": "no"})
+
+
+@pytest.mark.parametrize("choice", ["required", "add", 'say "hi"', "now"])
+def test_a_call_that_has_to_come_comes_alone_and_keeps_to_its_schema(
+    calling: Runner, choice: str
+) -> None:
+    names = set()
+    for seed in range(12 if choice == "required" else 3):
+        how = {"temperature": 1, "top_p": 1, "seed": seed, "max_new_tokens": 300}
+        events = list(calling.chat(HI, tools=TOOLS, tool_choice=choice, **how))
+        (call,) = (e for e in events if not isinstance(e, (Prefill, Finished)))
+        assert isinstance(call, ToolCall) and fits(call)
+        names.add(call.name)
+        assert isinstance(events[-1], Finished) and events[-1].result.stop_reason == "grammar"
+    assert names == {choice} or (choice == "required" and len(names) > 1)
+
+
+def test_a_call_cut_short_comes_back_as_text(calling: Runner) -> None:
+    events = list(calling.chat(HI, tools=TOOLS, tool_choice="add", max_new_tokens=9))
+    assert ReleasedToolSpan('{"name": ') in events
+    assert isinstance(events[-1], Finished) and events[-1].result.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ({"tool_choice": "sub"}, "tool_choice='sub' is not an offered tool; works: auto, requi"),
+        ({"tool_choice": {"name": "add"}}, "tool_choice=.* is not an offered tool"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice='required' needs tools"),
+        ({"tool_choice": "add", "regex": "a"}, "regex leaves no room for calls"),
+        ({"tool_choice": "add", "ignore_eos": True}, "ignore_eos goes past the end"),
+        ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "tool 'f': parameters=5; exp"),
+        (
+            {"tool_choice": "f", "tools": [{"name": "f", "parameters": {"contains": {}}}]},
+            "tool 'f': parameters cannot be kept to: Unimplemented keys",
+        ),
+    ],
+    ids=["unknown", "no name", "no tools", "regex", "ignore_eos", "no schema", "contains"],
+)
+def test_a_call_that_cannot_be_made_to_come_is_refused(
+    calling: Runner, asked: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(OptionError, match=match):
+        calling.chat(HI, **{"tools": TOOLS, **asked})
+    with pytest.warns(UserWarning), pytest.raises(OptionError, match="tool_choice holds the answ"):
+        calling.chat(HI, tools=TOOLS, tool_choice="add", reasoning="high")
+
+
+def test_reasoning_and_tools_have_no_place_in_a_held_answer(
+    runner: Runner, calling: Runner
+) -> None:
+    with pytest.raises(OptionError, match="json_schema leaves no room for calls"):
+        calling.chat(HI, json_schema=SCHEMA, tools=TOOLS)
     with pytest.warns(UserWarning), pytest.raises(OptionError, match="opens with reasoning"):
         runner.chat(HI, json_schema=SCHEMA, reasoning="high")
 

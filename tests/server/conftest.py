@@ -38,6 +38,15 @@ def url(bench: dict[str, Any], runner: Runner) -> Iterator[str]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def calling(bench: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A client of a model whose template shows tools."""
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}"
+    path = tiny_models.talking(tmp_path_factory.mktemp("calling") / "m.gturbo", template)
+    with Runner.open(path, max_context=2048) as opened, bench["serving"](opened) as found:
+        yield openai.OpenAI(base_url=found, api_key="x", max_retries=0, timeout=60)
+
+
 @pytest.fixture
 def client(url: str) -> Any:
     return openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=60)

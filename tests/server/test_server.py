@@ -29,7 +29,7 @@ def health(url: str) -> dict[str, Any]:
     return httpx.get(url.removesuffix("/v1") + "/health").json()
 
 
-def wait_for(condition: Any, seconds: float = 10) -> bool:
+def wait_for(condition: Any, seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -105,8 +105,11 @@ def test_the_model_is_listed_and_found_by_name(client: Any) -> None:
     assert client.models.retrieve("model").owned_by == "turbospark"
     with pytest.raises(openai.NotFoundError, match="works: 'model'"):
         client.models.retrieve("other")
-    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
-        client.chat.completions.create(model="other", messages=HI)
+    with pytest.raises(openai.NotFoundError, match=r"no model 'Other'; works: 'model'$") as error:
+        client.chat.completions.create(model="Other", messages=HI)
+    assert error.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match=r"no model 'Model'.*names are case-sensitive"):
+        client.chat.completions.create(model="Model", messages=HI)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +117,16 @@ def test_the_model_is_listed_and_found_by_name(client: Any) -> None:
     [
         ({"temperature": -1}, "temperature=-1"),
         ({"top_p": "x"}, "top_p='x'"),
-        ({"n": 2}, "n=2 is not supported"),
-        ({"logprobs": True}, "logprobs=True is not supported"),
+        ({"temperature": 2.1}, "temperature=2.1 is not valid; works: 0..2"),
+        ({"n": 2}, "n=2 is not supported; works: 1, or leave it out"),
+        ({"logprobs": True}, "logprobs=True is not supported; works: False, or leave it out"),
         ({"logit_bias": {"5": 1}}, "logit_bias=.* is not supported"),
-        ({"tool_choice": "required"}, "tool_choice='required' is not supported"),
+        ({"tool_choice": "required"}, "tool_choice='required' needs tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "tool_choice=.* is not supported; works: auto",
+        ),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "works: .* tool_choice 'required'"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\] is .*; expected"),
         ({"tools": [TOOL]}, "1 tools were given, but this model's chat template .* never reads"),
         ({"max_tokens": 0}, "max_new_tokens=0"),
@@ -135,6 +144,41 @@ def test_what_cannot_be_honoured_is_refused_in_openais_shape(
     with pytest.raises(openai.BadRequestError, match=match) as error:
         client.chat.completions.create(**{**GREEDY, "messages": HI, "max_tokens": 4, **change})
     assert error.value.body["type"] == "invalid_request_error"
+
+
+def test_log_probabilities_of_completions_are_refused_by_number(client: Any) -> None:
+    for number in (0, 3):
+        with pytest.raises(openai.BadRequestError, match=f"logprobs={number} is not supported"):
+            client.completions.create(prompt="a", logprobs=number, **GREEDY)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_demanded_call_is_made_whole_and_streamed(calling: Any, choice: Any) -> None:
+    only = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"],
+            "additionalProperties": False}  # fmt: skip
+    tool = {"type": "function", "function": {"name": "f", "parameters": only}}
+    asked = {**GREEDY, "messages": HI, "tools": [tool], "tool_choice": choice, "max_tokens": 200}
+    found = calling.chat.completions.create(parallel_tool_calls=False, **asked).choices[0]
+    (call,) = found.message.tool_calls
+    assert call.function.name == "f" and json.loads(call.function.arguments) == {"n": 7}
+    assert found.finish_reason == "tool_calls" and found.message.content is None
+    chunks = [c.choices[0] for c in calling.chat.completions.create(stream=True, **asked)]
+    (delta,) = [c for chunk in chunks for c in chunk.delta.tool_calls or ()]
+    assert (delta.index, delta.function.name) == (0, "f")
+    assert json.loads(delta.function.arguments) == {"n": 7}
+    assert chunks[-1].finish_reason == "tool_calls"
+    with pytest.raises(openai.BadRequestError, match="tool_choice='g' is not an offered tool"):
+        other = {"type": "function", "function": {"name": "g"}}
+        calling.chat.completions.create(**{**asked, "tool_choice": other})
+
+
+def test_no_call_is_made_where_none_may_be(calling: Any) -> None:
+    plain = calling.chat.completions.create(**GREEDY, messages=HI, max_tokens=9)
+    found = calling.chat.completions.create(
+        **GREEDY, messages=HI, max_tokens=9, tools=[TOOL], tool_choice="none"
+    )
+    assert found.choices[0].message == plain.choices[0].message
+    assert found.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
 def test_a_prompt_longer_than_the_context_says_so_by_its_code(client: Any) -> None:
@@ -185,6 +229,13 @@ def test_a_response_format_holds_the_answer(client: Any) -> None:
         client.chat.completions.create(response_format={"type": "xml"}, **asked)
     found = client.chat.completions.create(response_format=form, **asked).choices[0]
     assert set(json.loads(found.message.content)) == {"n"} and found.finish_reason == "stop"
+    form = {"type": "json_object"}
+    for seed in range(4):  # at random: an answer that ends is an object, a cut one begins as one
+        hot = {**asked, "seed": seed, "temperature": 1}
+        found = client.chat.completions.create(response_format=form, **hot).choices[0]
+        text = found.message.content
+        assert text.startswith("{")
+        assert found.finish_reason == "length" or isinstance(json.loads(text), dict)
     bad = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": []}}}
     with pytest.raises(openai.BadRequestError, match="Unsatisfiable"):
         client.chat.completions.create(response_format=bad, **asked)

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,8 +21,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from turbospark.errors import ContextOverflowError, TurbosparkError
+from turbospark.errors import ContextOverflowError, ModelNotFoundError, TurbosparkError
 from turbospark.options import GenerationOptions
+from turbospark.policies import short
 from turbospark.runner import Runner
 from turbospark.server.replies import Reply
 from turbospark.server.requests import Asked, prompt_of
@@ -72,8 +74,10 @@ def make_app(
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
-    return refusal(error.status_code, f"{where}: {error.detail.lower()}")
+    detail = error.detail
+    if detail == HTTPStatus(error.status_code).phrase:  # "Not Found"; ours are sentences already
+        detail = detail.lower()
+    return refusal(error.status_code, f"{request.method} {request.url.path}: {detail}")
 
 
 async def _fault(request: Request, error: Exception) -> Response:
@@ -120,6 +124,8 @@ class _Server:
                 return await handler(request)
             except ContextOverflowError as error:
                 return refusal(400, str(error), "context_length_exceeded")
+            except ModelNotFoundError as error:
+                return refusal(404, str(error), "model_not_found")
             except TurbosparkError as error:
                 return refusal(400, str(error))
             except QueueFull:
@@ -158,8 +164,13 @@ class _Server:
             raise HTTPException(400, f"the body is not JSON ({error})") from None
         asked = Asked(value, chat, self._defaults)
         if asked.field("model") != self._name:
-            raise HTTPException(404, f"no model {asked.field('model')!r}; works: {self._name!r}")
+            raise ModelNotFoundError(self._no_model(asked.field("model")))
         return asked
+
+    def _no_model(self, name: Any) -> str:
+        alike = isinstance(name, str) and name.lower() == self._name.lower()
+        hint = " (names are case-sensitive)" if alike else ""
+        return f"no model {short(name)}; works: {self._name!r}{hint}"
 
     # --- routes -----------------------------------------------------------------------------------
 
@@ -173,7 +184,7 @@ class _Server:
 
     async def model(self, request: Request) -> Response:
         if request.path_params["model"] != self._name:
-            return refusal(404, f"no such model; works: {self._name!r}", "model_not_found")
+            raise ModelNotFoundError(self._no_model(request.path_params["model"]))
         return JSONResponse(self._card())
 
     def _card(self) -> dict[str, Any]:
@@ -189,12 +200,13 @@ class _Server:
         asked = await self._asked(request, chat=True)
         tokenizer = self._runner.tokenizer
         template = tokenizer.template.text if tokenizer is not None else None
-        messages, tools = asked.messages(template or ""), asked.tools
+        messages = asked.messages(template or "")
+        how: dict[str, Any] = {"tools": asked.tools, "reasoning": asked.reasoning}
+        if asked.tool_choice != "none":
+            how["tool_choice"] = asked.tool_choice
 
         def start(cancel: Callable[[], bool]) -> Any:
-            return self._runner.chat(
-                messages, asked.options, tools=tools, reasoning=asked.reasoning, cancel=cancel
-            )
+            return self._runner.chat(messages, asked.options, cancel=cancel, **how)
 
         return await self._answer(request, asked, start, Reply(self._name, chat=True))
 

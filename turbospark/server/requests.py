@@ -36,6 +36,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "logit_bias": ({},), "suffix": ("",), "modalities": (["text"],),
 }  # fmt: skip
+_CHOICES = ("auto", "none", "required")
 _NONE_CONTENT = re.compile(r"""content['"]?\]?\s+is\s+(?:not\s+)?none""")
 
 
@@ -52,8 +53,12 @@ class Asked:
                 continue
             if name not in _ONLY:
                 raise OptionError(f"unknown field {name!r}; known: {', '.join(sorted(known))}")
-            if value not in _ONLY[name]:
-                raise OptionError(f"{name}={short(value)} is not supported; works: leave it out")
+            works = _ONLY[name]
+            if not any(type(value) is type(one) and value == one for one in works):
+                raise OptionError(
+                    f"{name}={short(value)} is not supported; works: {short(works[0])}, or leave "
+                    "it out"
+                )
         self.stream = self._typed("stream", bool, False)
         streaming = self._typed("stream_options", dict, {})
         self.include_usage = bool(streaming.get("include_usage"))
@@ -70,6 +75,9 @@ class Asked:
 
     def _options(self, defaults: GenerationOptions) -> GenerationOptions:
         changes = {name: self._body[name] for name in _SAMPLING if name in self._body}
+        heat = changes.get("temperature")
+        if isinstance(heat, (int, float)) and heat > 2:
+            raise OptionError(f"temperature={short(heat)} is not valid; works: 0..2")
         changes = {n: float(v) if type(v) is int and n not in ("seed", "top_k") else v
                    for n, v in changes.items()}  # fmt: skip
         limit = self._body.get("max_completion_tokens", self._body.get("max_tokens"))
@@ -78,7 +86,7 @@ class Asked:
             stop = self._body["stop"]
             changes["stop"] = tuple(stop) if isinstance(stop, list) else stop
         held = self._held()
-        if held:
+        if held or self.tool_choice not in ("auto", "none"):
             changes["ignore_eos"] = False  # the form sets the end
         return defaults.replace(**changes, **held)
 
@@ -91,6 +99,22 @@ class Asked:
         return LEVELS.get(level, level) if isinstance(level, str) else level
 
     @property
+    def tool_choice(self) -> str:
+        """auto, none, required, or the name of the tool that has to be called."""
+        choice = self._body.get("tool_choice", "auto")
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if isinstance(name, str) and name not in _CHOICES:
+                return name
+        if not isinstance(choice, str) or choice not in _CHOICES:
+            raise OptionError(
+                f"tool_choice={short(choice)} is not supported; works: {', '.join(_CHOICES)}, or "
+                "{'type': 'function', 'function': {'name': ...}}"
+            )
+        return choice
+
+    @property
     def tools(self) -> list[dict[str, Any]] | None:
         """The tools that may be called: none with tool_choice "none"."""
         tools = self._typed("tools", list, [])
@@ -101,12 +125,13 @@ class Asked:
                     f"tools[{index}] is {short(tool)}; expected {{'type': 'function', 'function': "
                     "{'name': ..., 'parameters': ...}}"
                 )
-        choice = self._body.get("tool_choice", "auto")
-        if choice not in ("auto", "none"):
-            raise OptionError(f"tool_choice={short(choice)} is not supported; works: auto, none")
-        if self._body.get("parallel_tool_calls", True) is not True and tools:
-            raise OptionError("parallel_tool_calls=False is not supported; works: leave it out")
-        return tools if tools and choice == "auto" else None
+        one = self._typed("parallel_tool_calls", bool, True) is False
+        if tools and one and self.tool_choice == "auto":
+            raise OptionError(
+                "parallel_tool_calls=False is not supported with tool_choice 'auto'; works: leave "
+                "it out, or tool_choice 'required', which makes one call"
+            )
+        return tools if tools and self.tool_choice != "none" else None
 
     def _held(self) -> dict[str, Any]:
         """The schema that response_format asks for, as an option."""

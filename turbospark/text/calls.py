@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turbospark.errors import OptionError
+from turbospark.policies import short
+
 QUOTE = '<|"|>'  # gemma4's quotation mark, a token of its own
 _ATTRIBUTE = r"""name\s*=\s*["']([^"']+)["']"""
 
@@ -29,18 +32,19 @@ class Tools:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         functions = [tool.get("function", tool) for tool in tools or ()]
-        self._properties: dict[str, Mapping[str, Any]] = {
-            f["name"]: (f.get("parameters") or {}).get("properties") or {}
+        self.parameters: dict[str, Mapping[str, Any]] = {
+            f["name"]: _schema(f["name"], f.get("parameters"))
             for f in functions
             if isinstance(f, Mapping) and isinstance(f.get("name"), str)
         }
+        """Name -> the schema of its arguments."""
 
     def __bool__(self) -> bool:
-        return bool(self._properties)
+        return bool(self.parameters)
 
     def call(self, name: Any, arguments: Any) -> Call:
         """A call, if `name` was offered and `arguments` is an object or JSON of one."""
-        if name not in self._properties:
+        if name not in self.parameters:
             raise ValueError(f"{name!r} was not offered")
         if isinstance(arguments, str):
             arguments = _json(arguments) if arguments.strip() else {}
@@ -50,7 +54,7 @@ class Tools:
 
     def value(self, name: str, key: str, text: str) -> Any:
         """A parameter that came as bare text: JSON where it is more than a string."""
-        declared = self._properties.get(name, {}).get(key)
+        declared = (self.parameters.get(name, {}).get("properties") or {}).get(key)
         if isinstance(declared, Mapping) and declared.get("type") == "string":
             return text
         try:
@@ -58,6 +62,16 @@ class Tools:
         except ValueError:
             return text
         return text if isinstance(value, str) else value
+
+
+def _schema(name: str, parameters: Any) -> Mapping[str, Any]:
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, Mapping):
+        raise OptionError(
+            f"tool {name!r}: parameters={short(parameters)}; expected a JSON schema, an object"
+        )
+    return parameters
 
 
 Reader = Callable[[str, Tools], list[Call]]

@@ -6,7 +6,8 @@ a mask, and says when nothing may follow any more. The options are checked befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from turbospark.errors import MissingDependencyError, OptionError, TokenizerMissingError
 from turbospark.options import GenerationOptions
+from turbospark.policies import short
+from turbospark.text.calls import Tools
 from turbospark.text.tokenizer import Tokenizer
 
 # Blanks between JSON values; without a bound a small model may go on with them for ever.
@@ -74,8 +77,8 @@ class Constraint:
         same = len(self._taken)
         if list(generated[:same]) != self._taken:  # cut, or gone another way
             pairs = enumerate(zip(self._taken, generated, strict=False))
-            short = min(same, len(generated))
-            same = next((at for at, (mine, theirs) in pairs if mine != theirs), short)
+            shared = min(same, len(generated))
+            same = next((at for at, (mine, theirs) in pairs if mine != theirs), shared)
         if same < len(self._taken):
             self._matcher.rollback(len(self._taken) - same)
             del self._taken[same:]
@@ -86,6 +89,32 @@ class Constraint:
                     f"{_first_line(self._matcher.get_error())}"
                 )
             self._taken.append(token)
+
+
+def one_call(tools: Sequence[Mapping[str, Any]] | None, choice: str) -> str:
+    """The Lark grammar of one call, {"name": N, "arguments": {...}}: of any of `tools` for
+    "required", else of the one that `choice` names.
+
+    Raises OptionError for a tool that is not there, or whose schema cannot be kept to.
+    """
+    offered = Tools(tools).parameters
+    if not offered:
+        raise OptionError(f"tool_choice={short(choice)} needs tools, and none were given")
+    if choice != "required" and choice not in tuple(offered):
+        raise OptionError(
+            f"tool_choice={short(choice)} is not an offered tool; works: auto, required, "
+            f"{', '.join(offered)}"
+        )
+    checked = _library("tool_choice").LLMatcher
+    rules = []
+    for name in offered if choice == "required" else [choice]:
+        schema = {"type": "object", **offered[name], "x-guidance": {"whitespace_pattern": _BLANKS}}
+        error = checked.validate_grammar(checked.grammar_from_json_schema(json.dumps(schema)))
+        if error:
+            raise OptionError(f"tool {name!r}: parameters cannot be kept to: {_first_line(error)}")
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        rules.append(f'({head} %json {json.dumps(schema)} "}}")')
+    return f"start: {' | '.join(rules)}"
 
 
 def _matcher(name: str, text: str, tokenizer: Tokenizer, rows: int) -> Any:

@@ -97,17 +97,21 @@ def splitter(
     prompt: str,
     tools: Sequence[Any] | None = None,
     stop: Sequence[str] = (),
+    whole_call: bool = False,
 ) -> Splitter:
     """The splitter for an answer to `prompt`, the rendered text that the model continues.
 
     `tools`: those offered; without them tool markers are plain text. `stop`: the stop strings in
-    force.
+    force. `whole_call`: the answer is one call in JSON and nothing else.
     """
     known, name = calls.Tools(tools), tokenizer.dialect.name
-    parser: _Spans | _Messages
-    if name in ("harmony", "muse"):
+    parser: _Spans | _Messages | _WholeCall
+    markers: set[str]
+    if whole_call:
+        parser, markers = _WholeCall(known), set()
+    elif name in ("harmony", "muse"):
         parser = _Messages(known, prompt)
-        markers: set[str] = set(_CHANNELS)
+        markers = set(_CHANNELS)
     else:
         form = _FORMS.get(name, _OTHER)
         parser = _Spans(form, known, prompt)
@@ -120,20 +124,12 @@ def splitter(
 _ANSWERS = {"harmony": "<|channel|>final<|message|>", "muse": " to=user<|message|>"}
 
 
-def answer_only(
-    prompt: str,
-    dialect: str,
-    option: str,
-    tools: Sequence[Any] | None,
-    reasoning: str,
-) -> str:
+def answer_only(prompt: str, dialect: str, option: str, reasoning: str) -> str:
     """The prompt after which nothing but the answer comes, for answers held to `option`.
 
-    Raises OptionError where reasoning or calls were to come first.
+    Raises OptionError where reasoning was to come first.
     """
     form = _FORMS.get(dialect, _OTHER)
-    if tools:
-        raise OptionError(f"{option} leaves no room for calls; give tools or {option}, not both")
     if reasoning != "off" or prompt.rstrip().endswith(tuple(o for o, _ in form.think)):
         raise OptionError(
             f"{option} holds the answer from its first token, but this prompt opens with "
@@ -148,7 +144,7 @@ class Splitter:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        parser: _Spans | _Messages,
+        parser: _Spans | _Messages | _WholeCall,
         markers: set[str],
         stop: Sequence[str],
     ) -> None:
@@ -191,6 +187,21 @@ class _Calls:
             return self.numbered(reader(body, self.tools))
         except (ValueError, LookupError, TypeError):
             return [ReleasedToolSpan(span)] if span else []
+
+
+class _WholeCall:
+    """One call in JSON, which the answer was held to; cut short it is given back."""
+
+    def __init__(self, tools: calls.Tools) -> None:
+        self._calls = _Calls(tools)
+        self._text = ""
+
+    def push(self, text: str) -> list[Piece]:
+        self._text += text
+        return []
+
+    def finish(self) -> list[Piece]:
+        return self._calls.read(calls.json_calls, self._text, self._text)
 
 
 class _Spans:
