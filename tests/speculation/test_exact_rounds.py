@@ -12,11 +12,13 @@ from turbospark import GenerationResult, Runner
 from turbospark.errors import NonFiniteLogitsError
 from turbospark.generation import Token
 
-# One or more of every family: full, ring, shared-ring, latent and recurrent caches, experts.
+# One or more of every family: full, ring, shared-ring, latent, recurrent and block-sparse caches,
+# experts, n-grams.
 FAMILIES = (
     "llama-base", "mistral-sliding", "mixtral-base", "qwen3_moe-base", "qwen2-base",
     "gemma3-text", "gemma4-e2b", "gemma4-26b-a4b", "deepseek_v2-lite", "gpt_oss-mxfp4",
-    "muse_glimmer-base", "qwen3_5-base", "qwen3_5_moe-base", "spark2_5-base",
+    "muse_glimmer-base", "qwen3_5-base", "qwen3_5_moe-base", "qwen4_exp-base", "qwen4_exp-text",
+    "spark2_5-base",
 )  # fmt: skip
 GREEDY = {"max_new_tokens": 21, "temperature": 0, "ignore_eos": True}
 Installed = Callable[[str], Path]
