@@ -17,12 +17,14 @@ import pytest
 
 from turbospark.kernels.source import TYPES, Launch, prelude
 
-# What mlx/backend/cuda/device/utils.cuh brings into scope, as far as kernels use it.
+# What mlx/backend/cuda/device/utils.cuh brings into scope, as far as kernels use it, and a macro
+# of a short name that MLX defines before every kernel.
 SCOPE = """
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cooperative_groups.h>
+#define inf __int_as_float(0x7f800000)
 """
 
 
