@@ -56,7 +56,8 @@ class PhaseCounters(display.Shown):
     total_ns: int = 0
     """Everything below: forward passes, sampling, detokenizing and the loop around them."""
     build_ns: int = 0
-    """Host time of a forward pass outside the other buckets: building and encoding the graph."""
+    """Host time of a forward pass outside the other buckets: building and encoding the graph, and
+    on a CPU the products that numpy computes (`kernels.host_product`)."""
     eval_wait_ns: int = 0
     """Blocked on a layer's result inside a pass (router readback)."""
     final_wait_ns: int = 0

@@ -7,22 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import mlx.core as mx
+import numpy as np
 
 from turbospark.dtypes import Quant
+from turbospark.kernels import host_product
 
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x W^T + bias with W dense, kept transposed as `matrix` [in, out]."""
+    """y = x W^T + bias with W dense, kept transposed as `matrix` [in, out].
+
+    With `host` large products are computed by numpy (`kernels.host_product`).
+    """
 
     matrix: mx.array
     bias: mx.array | None = None
+    host: bool = False
+
+    @cached_property
+    def _values(self) -> np.ndarray:
+        return np.asarray(self.matrix)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., in] -> [..., out]."""
+        if self.host:
+            large = host_product.pays(x, self.matrix)
+            y = host_product.product(x, self._values) if large else x @ self.matrix
+            return y if self.bias is None else y + self.bias
         if self.bias is not None:
             return mx.addmm(self.bias, x, self.matrix)
         return x @ self.matrix
@@ -99,7 +114,8 @@ def fuse(parts: Sequence[AnyLinear], sizes: Sequence[int]) -> FusedLinear:
     joined: AnyLinear
     bias = _join([p.bias for p in parts])
     if not packed:
-        joined = Linear(mx.concatenate([p.matrix for p in dense], axis=1), bias)
+        matrix = mx.concatenate([p.matrix for p in dense], axis=1)
+        joined = Linear(matrix, bias, dense[0].host)
     elif not dense and len({p.fmt for p in packed}) == 1:
         joined = replace(
             packed[0],
@@ -122,22 +138,17 @@ def _join(arrays: Sequence[mx.array | None]) -> mx.array | None:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A dense table looked up by id and usable as a tied head; kept transposed [width, rows]."""
+    """A dense table looked up by id and usable as a tied head, the matrix of which it is."""
 
-    matrix: mx.array
+    head: Linear
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids int [1, L] -> [1, L, width]."""
-        return self.matrix.T[ids]
+        return self.head.matrix.T[ids]
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., width] -> [..., rows]: the tied output head."""
-        return x @ self.matrix
-
-    @property
-    def head(self) -> AnyLinear:
-        """The tied output head as a matrix."""
-        return Linear(self.matrix)
+        return self.head(x)
 
 
 @dataclass(frozen=True)
