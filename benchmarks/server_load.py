@@ -1,12 +1,13 @@
 """Many clients at once against the server: nothing lost, nothing mixed up, and how fast.
 
-    python benchmarks/server_load.py INSTALL [--clients 16] [--seconds 60] [--write]
+    python benchmarks/server_load.py INSTALL [--clients 16] [--seconds 60] [--topics 4] [--write]
 
 needs `turbospark[server]` and openai. Serves INSTALL in this process; each client is a thread with
 an official `openai` client that holds short conversations of its own: greedy, half of them
 streamed, every seventh stream left after two chunks. Each whole answer is compared with what the
 library gives for the same messages; every request must be answered, or be refused with 429 and come
-again. `--write` records the figures under benchmarks/results/.
+again. `--topics`: conversations of a client, of which a slow model takes minutes to prepare many.
+`--write` records the figures under benchmarks/results/, in a file named after the model.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ def question(client: int, topic: str, turn: int) -> dict[str, str]:
     return {"role": "user", "content": f"Client {client} asks about {topic}, part {turn}."}
 
 
-def expected(runner: Runner, clients: int) -> dict[str, str]:
+def expected(runner: Runner, clients: int, topics: int) -> dict[str, str]:
     """The messages of every turn of every conversation, as JSON -> the library's own answer."""
     answers: dict[str, str] = {}
     for client in range(clients):
-        for topic in TOPICS:
+        for topic in TOPICS[:topics]:
             messages: list[dict[str, str]] = []
             for turn in range(TURNS):
                 messages.append(question(client, topic, turn))
@@ -77,8 +78,11 @@ def expected(runner: Runner, clients: int) -> dict[str, str]:
 class Client(threading.Thread):
     """Talks until `until`; what happened is counted in `seen`."""
 
-    def __init__(self, number: int, url: str, until: float, answers: dict[str, str]) -> None:
+    def __init__(
+        self, number: int, url: str, until: float, answers: dict[str, str], topics: int
+    ) -> None:
         super().__init__()
+        self.topics = TOPICS[:topics]
         self.number, self.until, self.answers = number, until, answers
         self.api = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
         self.random = random.Random(number)
@@ -89,7 +93,7 @@ class Client(threading.Thread):
         first = True
         while first or time.monotonic() < self.until:
             first = False
-            topic, messages = self.random.choice(TOPICS), []
+            topic, messages = self.random.choice(self.topics), []
             for turn in range(TURNS):
                 messages.append(question(self.number, topic, turn))
                 answer = self.answers[json.dumps(messages)]
@@ -129,13 +133,15 @@ class Client(threading.Thread):
         return "".join(pieces)
 
 
-def load(runner: Runner, clients: int, seconds: float, queue_limit: int) -> dict[str, Any]:
+def load(
+    runner: Runner, clients: int, seconds: float, queue_limit: int, topics: int = len(TOPICS)
+) -> dict[str, Any]:
     """Run the clients -> counts and latencies."""
-    answers = expected(runner, clients)
+    answers = expected(runner, clients, topics)
     before = runner.phase_counters.calls
     with serving(runner, queue_limit=queue_limit) as url:
         start = time.monotonic()
-        crowd = [Client(n, url, start + seconds, answers) for n in range(clients)]
+        crowd = [Client(n, url, start + seconds, answers, topics) for n in range(clients)]
         for client in crowd:
             client.start()
         for client in crowd:
@@ -162,16 +168,18 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--queue", type=int, default=12)
+    parser.add_argument("--topics", type=int, default=len(TOPICS))
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     with Runner.open(args.install, max_context=512, prefix_reuse=True, session_slots=4) as runner:
-        found = load(runner, args.clients, args.seconds, args.queue)
+        found = load(runner, args.clients, args.seconds, args.queue, args.topics)
     command = f"python benchmarks/server_load.py {Path(args.install).name} --clients {args.clients}"
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )
     report = {
-        "command": f"{command} --seconds {args.seconds:g} --queue {args.queue}",
+        "command": f"{command} --seconds {args.seconds:g} --queue {args.queue} "
+        f"--topics {args.topics}",
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "versions": {n: version(n) for n in ("mlx", "starlette", "uvicorn", "openai")},
         "commit": commit.stdout.strip(),
@@ -179,7 +187,7 @@ def main() -> None:
     }
     print(json.dumps(report, indent=1))
     if args.write:
-        path = ROOT / "benchmarks" / "results" / "server_load.json"
+        path = ROOT / "benchmarks" / "results" / f"server_load-{Path(args.install).stem}.json"
         path.write_text(json.dumps(report, indent=1) + "\n")
     if found["wrong"] or found["lost"]:
         raise SystemExit("answers were wrong or lost")
