@@ -94,7 +94,7 @@ def test_bytes_and_errors_of_packed_caches_are_plotted(demo_folder: Path) -> Non
     cells = executed(ROOT / "examples/notebooks/long_context.ipynb", demo_folder)
     (picture,) = shown(cells, "image/png")
     assert len(picture) > 10000
-    empty, filled = (html for html in shown(cells, "text/html") if "packed caches" in html)
+    empty, filled = (html for html in shown(cells, "text/html") if "Packed caches" in html)
     assert "no row yet" in empty and "keys 0.0" in filled
     found = dict(re.findall(r"(\S+) +bits: +(\d+) bytes per token", printed(cells)))
     # two packed layers with 2 heads of 128: rows in half precision, or codes and two scales

@@ -110,7 +110,7 @@ class KvReport(display.Shown):
             f"layer {d.layer}": f"keys {d.keys:.4f}, values {d.values:.4f}, {d.rows} rows"
             for d in self.distortion
         }
-        return display.card("packed caches", "", display.facts(self._facts() | rows))
+        return display.card("Packed caches", "", display.facts(self._facts() | rows))
 
 
 def report(runner: Runner) -> KvReport:
