@@ -15,6 +15,7 @@ from turbospark.cache.attend import Step, causal_attention, masked_attention, ri
 from turbospark.cache.specs import FullSpec, RingSpec
 from turbospark.errors import UnsupportedError
 from turbospark.kernels.decode_attention import Rules, decode_attention
+from turbospark.kernels.source import in_own_memory
 
 RING_SLACK = 128
 
@@ -79,7 +80,7 @@ class LinearKV:
         """Attend q over rows already written, this step's included."""
         if step.rows == 1 and self.kernel_keys is not None and step.end >= self.kernel_keys:
             step.attention_calls += 1
-            length = mx.array([step.end], dtype=mx.int32)
+            length = in_own_memory([step.end], mx.int32)[:1]
             out = decode_attention(q, self.keys, self.values, length, Rules(scale), sinks)
             return out.reshape(1, 1, q.shape[1], -1).swapaxes(1, 2)
         return causal_attention(

@@ -29,6 +29,7 @@ from turbospark.kernels.packed_attention import (
 )
 from turbospark.kernels.packed_turn import turn_rows
 from turbospark.kernels.qsa_attend import listed_tokens
+from turbospark.kernels.source import in_own_memory
 
 SLACK = 64
 """Exact rows kept beyond the window, for going back."""
@@ -408,7 +409,7 @@ def _length(step: Step) -> mx.array:
     """int32 [1]: positions with those of the pass, made once for all layers."""
     name = (step.end,)
     if name not in step.masks:
-        step.masks[name] = mx.array([step.end], dtype=mx.int32)
+        step.masks[name] = in_own_memory([step.end], mx.int32)[:1]
     return step.masks[name]
 
 

@@ -32,6 +32,7 @@ from turbospark.cache.specs import (
 )
 from turbospark.errors import NonFiniteScoresError, UnsupportedError
 from turbospark.kernels.choices import choices
+from turbospark.kernels.source import in_own_memory
 
 Cache = LinearKV | PackedKV | RingKV | LatentKV | CarriedState
 
@@ -132,17 +133,21 @@ class LayerStates:
         return self.arrays() + [a for a in beside if a is not None]
 
     def length(self) -> mx.array:
-        """int32 [1]: positions with those of the pass begun; on the device where a kernel left it,
-        because a GPU waits for what the host writes.
+        """int32 [1]: positions with those of the pass begun."""
+        return self.length_words()[:1]
+
+    def length_words(self) -> mx.array:
+        """int32 [4], the length first; on the device where a kernel left it, because a GPU waits
+        for what the host writes.
         """
         end = self.step.end
         if self._length is None or self._length[0] != end:
-            self._length = (end, mx.array([end], dtype=mx.int32))
+            self._length = (end, in_own_memory([end], mx.int32))
         return self._length[1]
 
-    def follow(self, length: mx.array) -> None:
-        """`length` int32 [1] is what a pass of one more row will ask for."""
-        self._length = (self.step.end + 1, length)
+    def follow(self, words: mx.array) -> None:
+        """`words` int32 [4] are what a pass of one more row will ask for."""
+        self._length = (self.step.end + 1, words)
 
     @property
     def nbytes(self) -> int:

@@ -281,7 +281,7 @@ class FusedDecode:
         run = self._traced.get(windows)
         if run is None:
             run = self._traced[windows] = mx.compile(traceable(self.fused, windows))
-        x, following, written = run(x, states.length(), states.arrays())
+        x, following, written = run(x, states.length_words(), states.arrays())
         states.follow(following)
         if written:
             for i, cache in enumerate(states.layers):
@@ -292,20 +292,21 @@ class FusedDecode:
 def traceable(
     layers: Sequence[FusedLayer | None], windows: tuple[int | None, ...]
 ) -> Callable[..., tuple[mx.array, mx.array, list[mx.array]]]:
-    """x [1, 1, H], length int32 [1], all buffers -> x, the next length, and the buffers if they are
+    """x [1, 1, H], length int32 [4], all buffers -> x, the next length, and the buffers if they are
     new arrays. Refers to nothing that refers to it.
     """
 
     def run(
-        x: mx.array, length: mx.array, buffers: list[mx.array]
+        x: mx.array, words: mx.array, buffers: list[mx.array]
     ) -> tuple[mx.array, mx.array, list[mx.array]]:
         written: list[mx.array] = []
+        length = words[:1]
         for i, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             assert layer is not None
             keys, values = buffers[2 * i : 2 * i + 2]
             x, *stored = layer(x, keys, values, length, window)
             if stored[0] is not keys:
                 written += stored
-        return x, length + 1, written
+        return x, words + 1, written
 
     return run
