@@ -246,7 +246,8 @@ def by_numpy(linear: Linear, x: mx.array) -> mx.array:
 # --- running --------------------------------------------------------------------------------------
 
 SIDES = [f"kv_quant {name}" for name in WIDTHS]
-SIDES += ["kv_quant 4, random ids", "kv_quant 4, not calibrated", *OTHERS]
+LONG = "tables of 4,096 tokens"
+SIDES += [f"kv_quant 4, {how}" for how in (LONG, "random ids", "not calibrated")] + [*OTHERS]
 SIDES.remove("exact")
 
 
@@ -258,12 +259,12 @@ def measured(
     assert engine is not None
     specs = list(engine.model.cache_specs)
     drawn = np.random.default_rng(0).integers(0, runner.vocab_size, 1024).tolist()
-    feeds = {"": runner.encode(text["measured"])[:1024], "random ids": drawn}
-    if not any(side.endswith("random ids") for side in chosen):
-        del feeds["random ids"]
+    asked = runner.encode(text["measured"])
+    feeds = {"": asked[:1024], LONG: asked[:4096], "random ids": drawn}
     tables = {
         name: {i: Balance(*map(mx.array, pair)) for i, pair in measure(runner, ids).items()}
         for name, ids in feeds.items()
+        if any(side.partition(", ")[2] == name for side in chosen)
     }
     first = count - 512 if count > 1024 else 256
     rows = []

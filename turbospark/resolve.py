@@ -264,7 +264,7 @@ def _warn_past_training(context: int, trained: int | None) -> None:
 
 def _warn_uncalibrated(options: OpenOptions, install: Install) -> None:
     warnings.warn(
-        f"kv_quant={options.kv_quant} without balance tables has several times the error, and "
+        f"kv_quant={options.kv_quant} without balance tables may have several times the error, and "
         "ruins models whose keys have large biases (Qwen2.5); run `turbospark calibrate "
         f"{install.path}` once",
         stacklevel=5,  # the caller of Runner.open
