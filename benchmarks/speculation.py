@@ -3,12 +3,12 @@
     python benchmarks/speculation.py --model INSTALL [--rounds 3] [--write]
     python benchmarks/speculation.py --cost [--quick] [--device gpu] [--write]
 
-The first decodes the same greedy answer with prompt lookup and without, in turn on one runner, for
-a text to be repeated; the ratio is of decode times, medians over the rounds, and the tokens must be
-the same. The second times one pass of n = 1..16 rows over a cache of `--context` tokens against one
-row, on a random llama of an 8B model's layers (4 bits), after a warm-up of each: acceptance pays
-when it gives more tokens than that. `--quick` takes two layers and fewer repeats. `--write` records
-the figures under benchmarks/results/.
+The first decodes the same greedy answers with prompt lookup and without, in turn on one runner, for
+a list to be continued and a record to be repeated; the ratio is of decode times, medians over the
+rounds, and the tokens must be the same. The second times one pass of n = 1..16 rows over a cache of
+`--context` tokens against one row, on a random llama of an 8B model's layers (4 bits), after a
+warm-up of each: acceptance pays when it gives more tokens than that. `--quick` takes two layers and
+fewer repeats. `--write` records the figures under benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -29,44 +29,56 @@ from turbospark.cli.machine import machine, versions
 RESULTS = ROOT / "benchmarks" / "results"
 THINGS = ("green door", "red roof", "white gate", "blue fence", "grey wall", "brown floor")
 LIST = "".join(f"{n}. House {n} has a {thing}.\n" for n, thing in enumerate(THINGS, 1))
+RECORD = (
+    '{"name": "Anna Smith", "city": "London", "street": "Baker Street", "number": 221, '
+    '"phone": "555-0134"}'
+)
+REPEAT = f"Repeat this JSON exactly, but with the city Paris:\n\n{RECORD}"
 LAYER = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "width": 14336}
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
 
 
 def lookup(path: Path, rounds: int, width: int, new: int) -> dict[str, Any]:
-    """A list that is to be said again: with proposals and without, the same tokens."""
+    """What prompt lookup saves on each of two texts."""
     drafter = DraftPolicies(prompt_lookup=width)
     # With prefix reuse the prompt is fed once; only decoding is timed.
     options = OpenOptions(max_context=1024, speculation=drafter, prefix_reuse=True)
     with Runner.open(path, options) as runner:
-        # The list three times and its beginning: a small model goes on copying it.
-        ids = runner.encode(LIST * 3 + LIST[:12])
-        asked = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-        runner.generate(ids, **asked)
-        times: dict[int, list[float]] = {0: [], width: []}
-        answers = {}
-        for _ in range(rounds):
-            for n in times:
-                answers[n] = runner.generate(ids, **asked, draft_tokens=n)
-                times[n].append(answers[n].decode_seconds)
-        if answers[0].token_ids != answers[width].token_ids:
-            raise SystemExit("the drafted answer differs from the sequential one")
-        stats = answers[width].speculation
-        assert stats is not None
-        stats.check()
-        plain, drafted = (statistics.median(times[n]) for n in (0, width))
-        return {
-            "prompt_tokens": len(ids),
-            "new_tokens": new,
-            "width": width,
-            "sequential_tokens_per_second": round((new - 1) / plain, 2),
-            "drafted_tokens_per_second": round((new - 1) / drafted, 2),
-            "speed_up": round(plain / drafted, 2),
-            "rounds": stats.rounds,
-            "tokens_per_round": round(stats.committed / stats.rounds, 2),
-            "acceptance": [a and round(a, 3) for a in stats.per_position_acceptance],
-            "device": runner.resolved.device,
+        # The list three times and its beginning: a small model goes on with something like it.
+        prompts: dict[str, Any] = {
+            "list": runner.encode(LIST * 3 + LIST[:12]),
+            "json": [{"role": "user", "content": REPEAT}],
         }
+        texts = {name: compare(runner, p, rounds, width, new) for name, p in prompts.items()}
+        return {"device": runner.resolved.device, "width": width, **texts}
+
+
+def compare(runner: Runner, prompt: Any, rounds: int, width: int, new: int) -> dict[str, Any]:
+    """An answer with proposals and without, in turn: the same tokens."""
+    asked = {"temperature": 0, "max_new_tokens": new}
+    runner.generate(prompt, **asked)
+    times: dict[int, list[float]] = {0: [], width: []}
+    answers = {}
+    for _ in range(rounds):
+        for n in times:
+            answers[n] = runner.generate(prompt, **asked, draft_tokens=n)
+            times[n].append(answers[n].decode_seconds)
+    if answers[0].token_ids != answers[width].token_ids:
+        raise SystemExit("the drafted answer differs from the sequential one")
+    stats = answers[width].speculation
+    assert stats is not None
+    plain, drafted = (statistics.median(times[n]) for n in (0, width))
+    count = answers[0].new_tokens
+    return {
+        "prompt_tokens": answers[0].prompt_tokens,
+        "new_tokens": count,
+        "sequential_tokens_per_second": round((count - 1) / plain, 2),
+        "drafted_tokens_per_second": round((count - 1) / drafted, 2),
+        "speed_up": round(plain / drafted, 2),
+        "rounds": stats.rounds,
+        "tokens_per_round": round(stats.committed / stats.rounds, 2),
+        "acceptance": [a and round(a, 3) for a in stats.per_position_acceptance],
+    }
 
 
 def cost(device: str, layers: int, context: int, repeats: int) -> dict[str, Any]:
@@ -109,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, help="an install with a tokenizer: prompt lookup")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--width", type=int, default=15)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--cost", action="store_true", help="the cost of a pass of n rows")
     parser.add_argument("--quick", action="store_true", help="two layers, fewer repeats")

@@ -28,6 +28,7 @@ GREEDY = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
 def proposed(history: list[int], count: int) -> list[int]:
     lookup = PromptLookup()
     lookup.begin(history)
+    lookup.keep(len(lookup.propose(history, 4, None)) + 1)  # all of the first 4 were accepted
     return [p.token for p in lookup.propose(history, count, None)]
 
 
@@ -55,13 +56,26 @@ def test_a_loop_goes_on_past_the_end() -> None:
     assert proposed([4, 4, 4], 3) == [4, 4, 4]
 
 
+def test_lookup_proposes_more_while_all_is_accepted_and_less_when_not() -> None:
+    history, lookup = [7] * 9, PromptLookup()
+    lookup.begin(history)
+    made = []
+    for kept in (5, 9, 12, 4, 1, 1, 2):
+        made.append(len(lookup.propose(history, 15, None)))
+        lookup.keep(kept)
+    assert made == [4, 8, 15, 12, 4, 1, 1]
+    assert len(lookup.propose(history, 15, None)) == 2
+    lookup.begin(history)
+    assert len(lookup.propose(history, 3, None)) == 3
+
+
 def test_lookup_agrees_with_a_search_from_the_end_while_a_history_grows() -> None:
     rng = np.random.default_rng(0)
     history = rng.integers(0, 3, 4).tolist()
     lookup = PromptLookup()
     lookup.begin(history)
     for token in rng.integers(0, 3, 150).tolist():
-        assert [p.token for p in lookup.propose(history, 5, None)] == naive(history, 5)
+        assert [p.token for p in lookup.propose(history, 4, None)] == naive(history, 4)
         history.append(token)
 
 

@@ -11,10 +11,16 @@ from collections.abc import Sequence
 from turbospark.speculation.drafter import Chooser, Proposal
 
 LONGEST, SHORTEST = 4, 2
+FIRST = 4
+"""Proposals of the first round."""
 
 
 class PromptLookup:
-    """Matches the newest 4 tokens, else 3, else 2, with their latest earlier occurrence."""
+    """Matches the newest 4 tokens, else 3, else 2, with their latest earlier occurrence.
+
+    Each row of a verifying pass costs, so a round proposes twice what the last one did when all of
+    that was accepted, else one more than was.
+    """
 
     name = "prompt_lookup"
     has_probabilities = False
@@ -22,24 +28,28 @@ class PromptLookup:
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}
         self._indexed = 0
+        self._made, self._reach = 0, FIRST
 
     def begin(self, ids: Sequence[int]) -> None:
         """Start anew with a prompt."""
         self._after.clear()
         self._indexed = 0
+        self._made, self._reach = 0, FIRST
 
     def propose(self, history: Sequence[int], count: int, choose: Chooser | None) -> list[Proposal]:
         """What followed then; past the end of the history it repeats itself."""
         at = self._find(history)
         if at is None:
             return []
+        self._made = count = min(count, self._reach)
         text = list(history[at:])
         while len(text) < count:  # the occurrence overlaps the end: a loop goes on
             text.append(text[len(text) - (len(history) - at)])
         return [Proposal(token) for token in text[:count]]
 
     def keep(self, rows: int) -> None:
-        """Nothing is kept: the history says all."""
+        """The next round proposes more, or as many as rows stayed."""
+        self._reach = 2 * self._made if rows > self._made else rows
 
     def _find(self, history: Sequence[int]) -> int | None:
         """Where the text after the latest earlier occurrence begins."""
