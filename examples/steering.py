@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from turbospark import OpenOptions, Runner, SteeringPolicy, SteeringSet
-from turbospark.steering import ControlVectorInfo, extract
+from turbospark import ControlVectorInfo, OpenOptions, Runner, SteeringPolicy, SteeringSet
+from turbospark.steering import extract
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else ".demo/SmolLM2-135M-Instruct.gturbo"
 SAY = "Describe {}. Speak as an extremely {} person."

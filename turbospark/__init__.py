@@ -32,6 +32,7 @@ _EXPORTS = {
     "DraftPolicies": "turbospark.options",
     "MtpPolicy": "turbospark.options",
     "DflashPolicy": "turbospark.options",
+    "ControlVectorInfo": "turbospark.steering",
     "SteeringMode": "turbospark.policies",
     "SteeringPolicy": "turbospark.steering",
     "SteeringSet": "turbospark.steering",
@@ -50,6 +51,7 @@ _EXPORTS = {
 __all__ = [
     "ArchConfig",
     "Content",
+    "ControlVectorInfo",
     "DflashPolicy",
     "DraftPolicies",
     "ExpertResidency",
@@ -108,7 +110,12 @@ if TYPE_CHECKING:
     from turbospark.policies import SteeringMode
     from turbospark.runner import Runner
     from turbospark.speculation.stats import SpeculationStats
-    from turbospark.steering import SteeringPolicy, SteeringSet, SteeringVector
+    from turbospark.steering import (
+        ControlVectorInfo,
+        SteeringPolicy,
+        SteeringSet,
+        SteeringVector,
+    )
     from turbospark.synthesis import synth
     from turbospark.text.turns import Content, Reasoning, ReleasedToolSpan, ToolCall
 

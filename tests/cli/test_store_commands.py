@@ -42,7 +42,9 @@ def test_quantizing_what_is_quantized_says_what_it_is(turbospark: Command, tmp_p
     quantized = CHECKPOINT.parent / "mlx-llama-llama3-4bit"
     found = turbospark("convert", quantized, tmp_path / "q", "--bits", 8, "--group-size", 32)
     assert found.code == 2
-    assert "bits=8, group_size=32, mode=affine: nothing to quantize, every matrix" in found.err
+    assert (
+        "--bits 8, --group-size 32, --mode affine: nothing to quantize, every matrix" in found.err
+    )
     assert "{" not in found.err and "already quantized (affine " in found.err
 
 

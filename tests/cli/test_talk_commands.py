@@ -226,7 +226,7 @@ def test_a_piped_chat_stops_at_the_first_refusal(
 ) -> None:
     typed(monkeypatch, f"{'x' * 100}\none\n")
     found = turbospark("chat", "tiny", *GREEDY, "--max-context", 64)
-    assert (found.code, found.out) == (1, "") and "exceeds max_context 64" in found.err
+    assert (found.code, found.out) == (1, "") and "exceeds --max-context 64" in found.err
 
 
 def test_a_chat_at_a_terminal_shows_refusals_and_goes_on(
@@ -248,3 +248,21 @@ def test_a_chat_at_a_terminal_shows_refusals_and_goes_on(
     assert "exceeds max_context 64" in found.err and "; /reset starts again" in found.err
     assert "unknown command /help; works: /reset" in found.err
     assert "stopped: max_tokens" in found.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--top-p", 0.5, "--top-k", 0), "--top-p 0.5 with --temperature 0.2 needs --top-k > 0"),
+        (("--max-new", 0), "--max-new-tokens 0 is not valid; works: an integer >= 1"),
+        (("--reasoning", "huge"), "reasoning"),
+        (("--max-context", 16, "--max-new", 99), "--max-context 16"),
+    ],
+    ids=["top_p", "max_new", "reasoning", "context"],
+)
+def test_refusals_name_the_flags_of_the_command(
+    turbospark: Command, model: Path, flags: tuple[Any, ...], said: str
+) -> None:
+    found = turbospark("run", model, "hi", *flags)
+    assert found.code != 0 and said in found.err
+    assert "top_k" not in found.err and "max_context" not in found.err

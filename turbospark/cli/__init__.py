@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from turbospark.cli.console import flags
-from turbospark.cli.parser import parse
-from turbospark.errors import OptionError, TurbosparkError
+from turbospark.cli.parser import parse, valued_flags
+from turbospark.errors import ModelFormatError, OptionError, TurbosparkError
 from turbospark.loading import load
 
 REFUSED = 1
@@ -40,11 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except OptionError as error:
-        return _refuse(error, as_json, USAGE)
+        return _refuse(error, as_json, USAGE, valued_flags(argv))
     except (TurbosparkError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             return _stop_writing()
-        return _refuse(error, as_json, REFUSED)
+        # What a file says of itself is no flag, even where it has the name of one.
+        typed = [] if isinstance(error, (ModelFormatError, OSError)) else valued_flags(argv)
+        return _refuse(error, as_json, REFUSED, typed)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
@@ -55,9 +57,9 @@ def _command(where: str) -> Callable[[Any], int]:
     return getattr(load(f"turbospark.cli.{module}"), name)
 
 
-def _refuse(error: Exception, as_json: bool, code: int) -> int:
+def _refuse(error: Exception, as_json: bool, code: int, typed: Sequence[str]) -> int:
     """One line on standard error; with --json the same as an object on standard output."""
-    message = flags(" ".join(str(error).split())) or type(error).__name__
+    message = flags(" ".join(str(error).split()), typed) or type(error).__name__
     print(f"turbospark: {message}", file=sys.stderr)
     if as_json:
         print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
@@ -73,4 +75,4 @@ def _stop_writing() -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"turbospark: warning: {message}", file=sys.stderr)
+    print(f"turbospark: warning: {flags(str(message))}", file=sys.stderr)

@@ -6,11 +6,12 @@ Knows standard output and signals. Does not know models.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -28,11 +29,21 @@ FLAGS = {
 }  # fmt: skip
 
 
-def flags(text: str) -> str:
-    """A refusal of the library in the words of the command line."""
-    for said, typed in FLAGS.items():
-        text = text.replace(said, typed)
-    return text
+def flags(text: str, typed: Iterable[str] = ()) -> str:
+    """A refusal of the library in the words of the command line, whose flags with a value are
+    `typed`: `top_k=0` becomes `--top-k 0`, and so does a bare name that is no English word.
+    """
+    for said, instead in FLAGS.items():
+        text = text.replace(said, instead)
+    names = {flag[2:].replace("-", "_"): flag for flag in typed}
+
+    def instead_of(found: re.Match[str]) -> str:
+        name, equals = found[1], found[2]
+        if name not in names or not (equals or "_" in name):
+            return found[0]
+        return names[name] + (" " if equals else "")
+
+    return re.sub(r"(?<![\w./'\"-])([a-z]\w*)\b(=?)(?![./])", instead_of, text)
 
 
 def show(args: Namespace, data: Any, text: str) -> None:

@@ -73,6 +73,14 @@ class Command:
     flags: Callable[[argparse.ArgumentParser], None]
 
 
+def valued_flags(argv: Sequence[str]) -> list[str]:
+    """The long flags that take a value, of the command that `argv` names."""
+    if not argv or argv[0] not in COMMANDS:
+        return []
+    actions = command_parser(argv[0])._actions
+    return [f for a in actions if a.nargs != 0 for f in a.option_strings if f.startswith("--")]
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of the command that `argv` names; its `run` says what does it."""
     if not argv or argv[0] not in COMMANDS:

@@ -14,6 +14,7 @@ from turbospark.errors import UnsupportedError
 from turbospark.families import families, family_for_model_type
 from turbospark.families.base import Family
 from turbospark.install.arch import ArchConfig
+from turbospark.policies import short
 from turbospark.steering.edit import Steering
 from turbospark.steering.vectors import SteeringPolicy
 
@@ -65,7 +66,7 @@ def place(
         made_on = vector.set.declared_arch
         if made_on not in (None, "unknown") and _plain(made_on) not in ours:
             warnings.warn(
-                f"steering: {vector.set} says it was made on {made_on!r}, and this model is "
+                f"steering: {vector.set} says it was made on {short(made_on)}, and this model is "
                 f"{model_type!r}; a direction of another model is noise here",
                 stacklevel=5,  # the caller of Runner.open or set_steering
             )
