@@ -11,6 +11,7 @@ import tiny_models
 from toys import prompt_of
 
 from turbospark import DraftPolicies, OpenOptions, Runner, SpeculationStats, synth
+from turbospark.cli.console import flags
 from turbospark.cli.parser import opening, parse
 from turbospark.errors import OptionError, SpeculationUnavailableError
 from turbospark.policies import MtpPolicy
@@ -153,6 +154,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 WHOLE = {name: (f"{name}.fc.weight",) for name in ("mtp", "dflash")}
 BOTH = Offer("qwen3_5", ("mtp", "dflash"), {"mtp.fc.weight", "dflash.fc.weight"}, WHOLE)
 ONLY_MTP = Offer("qwen3_5", ("mtp", "dflash"), {"mtp.fc.weight"}, WHOLE)
+ONLY_DFLASH = Offer("qwen3_5", ("mtp", "dflash"), {"dflash.fc.weight"}, WHOLE)
 NONE = Offer("qwen3_5", ("mtp", "dflash"), {"lm_head.weight"}, WHOLE)
 LLAMA = Offer("llama", (), {"mtp.fc.weight"})
 
@@ -188,6 +190,15 @@ def test_a_named_drafter_that_is_not_there_is_refused_with_what_would_bring_it()
         choose(DraftPolicies(mtp=MtpPolicy.fixed(2)), LLAMA)
     assert "family llama has no mtp" in str(choose(DraftPolicies(mtp="auto"), LLAMA).note)
     assert choose(DraftPolicies(), NONE) == Choice(None)
+
+
+def test_auto_says_which_flag_starts_a_dflash_drafter_that_lies_unused() -> None:
+    note = str(choose(DraftPolicies(mtp="auto"), ONLY_DFLASH).note)
+    assert note.endswith("its DFlash2 drafter starts when it is named: dflash=2")
+    assert flags(note).endswith("starts when it is named: --speculative-drafter dflash")
+    assert choose(DraftPolicies(dflash=2), ONLY_DFLASH).drafter == "dflash"
+    assert "DFlash2" not in str(choose(DraftPolicies(mtp="auto"), NONE).note)
+    assert choose(DraftPolicies(), ONLY_DFLASH) == Choice(None)
 
 
 @pytest.mark.parametrize(

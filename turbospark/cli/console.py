@@ -19,6 +19,8 @@ from typing import Any
 # What the library says of its options -> what a person at a terminal can type.
 FLAGS = {
     "draft_model and prompt_lookup work": "--draft-model and --speculative-drafter lookup work",
+    "starts when it is named: dflash=2":
+        "starts when it is named: --speculative-drafter dflash",
     "no drafter is open; name one in speculation when opening":
         "no drafter is open; name one by --speculative-drafter or --draft-model",
     "draft_tokens=": "--draft-tokens ",

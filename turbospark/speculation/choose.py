@@ -91,4 +91,6 @@ def choose(policies: DraftPolicies, offer: Offer) -> Choice:
         notes.append(reason)
     if policies.prompt_lookup.kind == "auto":
         return Choice("prompt_lookup", policies.prompt_lookup.draft_width)
+    if notes and policies.dflash.kind == "off" and offer.blocker("dflash") is None:
+        notes.append("its DFlash2 drafter starts when it is named: dflash=2")
     return Choice(None, note="; ".join(notes) or None)
