@@ -161,18 +161,21 @@ def test_guessed_passes_are_reported_when_they_count(runner: Runner) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "draft_model"])
 def test_drafting_under_steering_loses_nothing_and_reports_the_last_row_kept(
-    runner: Runner, installed: Installed
+    runner: Runner, installed: Installed, drafter: str
 ) -> None:
     """A verifying pass has rows that are cut off again."""
     prompt, more = IDS[:12] * 3, {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
     runner.set_steering(ablation(runner))
     expected = runner.generate(prompt, **more)
-    lookup = {"prompt_lookup": 4}
-    with open_cpu(installed(MODEL), steering=ablation(runner), speculation=lookup) as drafting:
+    # The draft model is the same one without steering: right at times, and wrong at times.
+    how = {"prompt_lookup": 4} if drafter == "prompt_lookup" else {drafter: installed(MODEL)}
+    with open_cpu(installed(MODEL), steering=ablation(runner), speculation=how) as drafting:
         found = drafting.generate(prompt, **more)
         assert found.token_ids == expected.token_ids
         assert found.speculation is not None and found.speculation.rollbacks > 0
+        assert found.speculation.accepted > 0 or drafter == "prompt_lookup"
         position, reported = drafting.position, drafting.steering_coefficients
     runner.reset()
     runner.prefill([*prompt, *expected.token_ids][:position])
