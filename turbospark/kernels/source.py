@@ -16,6 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from turbospark.kernels.shorten import shortened
+
 PRELUDES = Path(__file__).parent / "preludes"
 SIMD = 32
 
@@ -88,6 +90,10 @@ class Plan:
                 lines.append(f"  using {name} = {TYPES[value]};\n")
         return "".join(lines)
 
+    def text(self, backend: str) -> tuple[str, str]:
+        """What "metal" or "cuda" compiles: definitions and the body."""
+        return shortened(prelude(backend) + self.kernel.header, self.constants + self.kernel.body)
+
     def run(self, backend: str, inputs: list[mx.array]) -> list[mx.array]:
         """Launch on "metal" or "cuda"; the outputs in order, lazily."""
         dtypes = tuple([a.dtype for a in inputs])
@@ -107,12 +113,13 @@ class Plan:
         text = self.constants + "".join(map(str, dtypes))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         make: Any = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
+        header, source = self.text(backend)
         call = make(
             name=f"turbospark_{self.kernel.name}_{digest}",
             input_names=list(self.kernel.inputs),
             output_names=list(self.kernel.outputs),
-            source=self.constants + self.kernel.body,
-            header=prelude(backend) + self.kernel.header,
+            source=source,
+            header=header,
         )
         return partial(
             call,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from turbospark.kernels.source import TYPES, Launch, prelude
+from turbospark.kernels.source import TYPES, Launch
 
 # What mlx/backend/cuda/device/utils.cuh brings into scope, as far as kernels use it, and a macro
 # of a short name that MLX defines before every kernel.
@@ -39,15 +39,15 @@ def cuda_text(launch: Launch) -> str:
         f"{TYPES[dtype]}* {name}"
         for name, (_, dtype) in zip(kernel.outputs, plan.outputs, strict=True)
     ]
+    header, body = plan.text("cuda")
     return "\n".join(
         [
             SCOPE,
-            prelude("cuda") + kernel.header,
+            header,
             "namespace mlx::core::cu {",
             "namespace cg = cooperative_groups;",
             f'extern "C" __global__ void custom_kernel_{kernel.name}({", ".join(arguments)}) {{',
-            plan.constants,
-            kernel.body,
+            body,
             "}",
             "}",
         ]
