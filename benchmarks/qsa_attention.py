@@ -4,8 +4,9 @@
 
 Attention: microseconds per layer and token at the published shape (24 query and 2 key/value heads
 of 256, 4 index heads of 128, 512 blocks of 4). Each call waits for the one before, over more
-layers than the caches hold. Dense is our own decode kernel where the back end has it, sparse the
-four launches score, select, attend and combine; each launch is also timed by itself.
+layers than the caches hold; the calls are one traced graph. Dense is our own decode kernel where
+the back end has it, sparse the four launches score, select, attend and combine; each launch is also
+timed by itself.
 
 Step: a model of the published widths with four layers, a small vocabulary, eight experts and a
 short n-gram table, random 4-bit weights. Its two arms (sparse, and `qsa_force_dense`) are fed the
@@ -55,13 +56,21 @@ def normal(*shape: int) -> mx.array:
 
 
 def chained(step: Callable[[int, mx.array], mx.array], first: mx.array, count: int) -> float:
-    """Microseconds per call of `count` calls of which each reads what the one before gave."""
-    best = float("inf")
-    for _ in range(4):
-        start, x = time.perf_counter(), first
+    """Microseconds per call of `count` calls of which each reads what the one before gave.
+
+    They are traced together, as the layers of a decode step are.
+    """
+
+    def chain(x: mx.array) -> mx.array:
         for i in range(count):
             x = step(i % LAYERS, x)
-        mx.eval(x)
+        return x
+
+    run = mx.compile(chain)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        mx.eval(run(first))
         best = min(best, time.perf_counter() - start)
     return best / count * 1e6
 
