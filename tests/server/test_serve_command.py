@@ -49,7 +49,7 @@ def test_it_serves_until_it_is_interrupted(model: Path, tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "can be reached from other machines; give --api-key-file"),
         (["--queue", "-1"], "--queue -1 is not valid"),
         (["--port", "99999"], "cannot listen on 127.0.0.1 port 99999"),
-        (["--temperature", "-1"], "temperature=-1"),
+        (["--temperature", "-1"], "--temperature -1 is not valid"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(
