@@ -62,13 +62,10 @@ def choose_and_attend(
     if own:
         row_bytes = max(row_bytes, 4 * SPLITS * q.shape[1] * q.shape[2])
 
-    def turn(part: slice | None) -> tuple[mx.array, mx.array]:
-        if part is None:
-            return run(q, keys, values, queries, block_keys, start, rule, fault)
-        at = start + part.start
-        return run(q[part], keys, values, queries[part], block_keys, at, rule, fault[part])
+    def turn(at: int, q: mx.array, queries: mx.array, fault: mx.array) -> tuple[mx.array, mx.array]:
+        return run(q, keys, values, queries, block_keys, at, rule, fault)
 
-    return _in_turns(turn, len(q), row_bytes)
+    return _in_turns(turn, start, (q, queries, fault), row_bytes)
 
 
 def choose(
@@ -85,16 +82,15 @@ def choose(
     own = kernels and backend(mx.default_device()) != "cpu" and qsa_score.takes(queries)
     run = _choose_by_kernels if own else _choose_plainly
 
-    def turn(part: slice | None) -> tuple[mx.array, mx.array]:
-        if part is None:
-            return run(queries, block_keys, start, rule, fault)
-        return run(queries[part], block_keys, start + part.start, rule, fault[part])
+    def turn(at: int, queries: mx.array, fault: mx.array) -> tuple[mx.array, mx.array]:
+        return run(queries, block_keys, at, rule, fault)
 
-    return _in_turns(turn, len(queries), _score_bytes(queries, block_keys, own))
+    return _in_turns(turn, start, (queries, fault), _score_bytes(queries, block_keys, own))
 
 
 def _no_fault(rows: int) -> mx.array:
-    return mx.zeros((rows,), mx.int32)
+    """Zeros [rows]; for a decode step they are there already, so that no launch fills them."""
+    return constant_ints(0)[:1] if rows == 1 else mx.zeros((rows,), mx.int32)
 
 
 def _score_bytes(queries: mx.array, block_keys: mx.array, kernels: bool) -> int:
@@ -103,13 +99,18 @@ def _score_bytes(queries: mx.array, block_keys: mx.array, kernels: bool) -> int:
 
 
 def _in_turns(
-    run: Callable[[slice | None], tuple[mx.array, mx.array]], rows: int, row_bytes: int
+    run: Callable[..., tuple[mx.array, mx.array]],
+    start: int,
+    arrays: tuple[mx.array, ...],
+    row_bytes: int,
 ) -> tuple[mx.array, mx.array]:
-    """`run` over parts of the rows that take SCORE_BYTES at most; None is all of them, uncut."""
-    step = max(1, SCORE_BYTES // row_bytes)
+    """`run` over parts of the rows of `arrays`, of positions from `start` on, that take SCORE_BYTES
+    at most.
+    """
+    rows, step = len(arrays[0]), max(1, SCORE_BYTES // row_bytes)
     if step >= rows:
-        return run(None)
-    parts = [run(slice(at, min(at + step, rows))) for at in range(0, rows, step)]
+        return run(start, *arrays)
+    parts = [run(start + at, *(a[at : at + step] for a in arrays)) for at in range(0, rows, step)]
     return mx.concatenate([out for out, _ in parts]), mx.concatenate([told for _, told in parts])
 
 
