@@ -107,8 +107,9 @@ def _load(
             toggles.add_effective({"qsa_force_dense"})
         pool = _sessions(install, options, specs, resolved)
         watcher = open_watching(
-            resolved.drafter, family, config, weights, model, lambda: pool.live.states, toggles
-        )
+            resolved.drafter, family, config, weights, model, lambda: pool.live.states, toggles,
+            clock,
+        )  # fmt: skip
     engine = Engine(
         model,
         store,

@@ -42,7 +42,7 @@ from turbospark.sizing import (
     check_load,
     physical_memory,
 )
-from turbospark.speculation.choose import WITH_PROBABILITIES, Choice, Offer, choose
+from turbospark.speculation.choose import MARKS, WITH_PROBABILITIES, Choice, Offer, choose
 from turbospark.speculation.opening import whole, widest
 from turbospark.steering import SteeringPolicy
 
@@ -302,13 +302,14 @@ def _tables(install: Install) -> list[int]:
 
 
 def _weight_bytes(resolved: Resolved, install: Install) -> int:
-    """Bytes of the resident tensors as they will be computed with."""
+    """Bytes of the resident tensors as they will be computed with, idle drafters left out."""
     tables = sum(_tables(install)) if resolved.ngram_table == "resident" else 0
+    idle = tuple(f"{name}." for name in MARKS if name != resolved.drafter)
+    used = [entry for entry in install.resident if not entry.name.startswith(idle)]
     if resolved.weights == "packed":
-        return tables + install.resident_bytes
+        return tables + sum(size for entry in used for _, size in entry.planes)
     itemsize = MX_DTYPES[resolved.dtype].size
-    names = install.resident.names
-    return tables + sum(prod(install.resident.entry(n).shape) * itemsize for n in names)
+    return tables + sum(prod(entry.shape) * itemsize for entry in used)
 
 
 def _expert_bytes(resolved: Resolved, install: Install) -> int:

@@ -198,7 +198,7 @@ def test_layer_types_beat_the_interval() -> None:
         (TINY, {"norm_convention": "shifted"}, r"norm_convention = 'shifted'.*'plain'"),
         (TINY, {"mtp_tensors": [{}]}, r"mtp_tensors = \['\{\}'\]"),
         (TINY, {"mtp_tensors": ["mtp.fc.bias"]}, r"mtp_tensors = \['mtp.fc.bias'\]"),
-        (TINY_MOE, {"mtp_tensors": ["mtp.fc.weight"]}, r"mtp_tensors = \['mtp.fc.weight'\]"),
+        (TINY_MOE, {"mtp_tensors": ["mtp.layers.0.mlp.up_proj.weight"]}, r"mlp.up_proj.*are not"),
         (TINY_MOE, {"norm_topk_prob": False}, r"norm_topk_prob = False.*True"),
         (TINY_MOE, {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]"),
         (TINY_MOE, {"decoder_sparse_step": 2}, r"decoder_sparse_step = 2"),
@@ -282,10 +282,45 @@ def test_half_a_draft_head_is_kept_as_it_is_and_a_foreign_part_left_out() -> Non
     assert family.pieces(read(TINY), "mtp.fc.weight") == ()
 
 
-def test_the_draft_head_of_a_mixture_is_left_out() -> None:
-    names = ["mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"]
-    c = completed(TINY_MOE, dict.fromkeys(names, ()))
-    assert c.mtp_tensors == () and [family.pieces(c, name) for name in names] == [(), ()]
+MIXTURE_HEAD = sorted(
+    [name for name in HEAD if ".mlp." not in name]
+    + [f"mtp.layers.0.mlp.{p}.weight" for p in ("gate", "shared_expert_gate")]
+    + [
+        f"mtp.layers.0.mlp.{kind}.{p}_proj.weight"
+        for kind in ("experts", "shared_expert")
+        for p in ("gate", "up", "down")
+    ]
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.", "model.language_model."])
+def test_the_experts_of_a_mixtures_head_are_one_matrix_per_projection(prefix: str) -> None:
+    mlp = prefix + "mtp.layers.0.mlp."
+    rest = {prefix + name: () for name in MIXTURE_HEAD if ".experts." not in name}
+    stacked = completed(
+        TINY_MOE, rest | {mlp + "experts.gate_up_proj": (), mlp + "experts.down_proj": ()}
+    )
+    apart = completed(
+        TINY_MOE,
+        rest
+        | {
+            f"{mlp}experts.{e}.{p}_proj.weight": ()
+            for e in range(8)
+            for p in ("gate", "up", "down")
+        },
+    )
+    assert list(stacked.mtp_tensors) == list(apart.mtp_tensors) == MIXTURE_HEAD
+    shapes = family.weight_shapes(apart)
+    assert shapes["mtp.layers.0.mlp.experts.up_proj.weight"] == (8 * 32, 64)
+    assert shapes["mtp.layers.0.mlp.experts.down_proj.weight"] == (8 * 64, 32)
+    assert shapes["mtp.layers.0.mlp.gate.weight"] == (8, 64)
+    fused = family.pieces(stacked, mlp + "experts.gate_up_proj")
+    assert fused and [p.rows for p in fused] == [slice(0, 32), slice(32, 64)]
+    one = family.pieces(apart, mlp + "experts.5.up_proj.weight")
+    assert one and (one[0].target, one[0].part) == ("mtp.layers.0.mlp.experts.up_proj.weight", 5)
+    # The last expert is missing: nothing of its projection is kept.
+    half = completed(TINY_MOE, {f"{mlp}experts.{e}.up_proj.weight": () for e in range(7)})
+    assert half.mtp_tensors == () == family.pieces(half, mlp + "experts.0.up_proj.weight")
 
 
 # --- tensor names ---------------------------------------------------------------------------------

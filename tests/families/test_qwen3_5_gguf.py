@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from in_memory import Tensors, gathered, logits, planes, random_tensors
 from oracle_folders import ORACLES, Oracle
-from test_qwen3_5_config import HEAD, IDS, TINY, TINY_MOE, completed, read
+from test_qwen3_5_config import HEAD, IDS, MIXTURE_HEAD, TINY, TINY_MOE, completed, read
 
 from turbospark import OpenOptions, Runner, convert
 from turbospark.dtypes import Quant, Raw
@@ -178,12 +178,27 @@ def test_further_blocks_are_the_draft_head() -> None:
         assert family.gguf_pieces(again, wrong) is None
 
 
-def test_the_draft_head_of_a_mixture_is_left_out_with_its_experts() -> None:
+def test_the_draft_head_of_a_mixture_comes_with_its_experts() -> None:
     meta = metadata(TINY_MOE, "qwen35moe", heads=1)
-    shapes = {"token_embd.weight": (33, 64), "blk.0.ssm_a": (6,)}
-    c = family.read_config(ConfigReader(family.gguf_config(meta, shapes)))
-    for part in ("nextn.eh_proj", "ffn_up_exps", "attn_q", "ffn_gate_shexp"):
-        assert family.gguf_pieces(c, f"blk.4.{part}.weight") == (), part
+    c = completed(TINY_MOE, dict.fromkeys(MIXTURE_HEAD, ()))
+    tensors = random_tensors(family, c)
+    routed = {
+        f"blk.4.ffn_{p}_exps.weight": tensors.pop(f"mtp.layers.0.mlp.experts.{p}_proj.weight")
+        for p in ("gate", "up", "down")
+    }
+    head = {n: a for n, a in tensors.items() if n.startswith("mtp.")}
+    file = {"token_embd.weight": tensors["model.embed_tokens.weight"], **gguf_form(c, head)}
+    file |= {name: array.reshape(8, -1, array.shape[-1]) for name, array in routed.items()}
+    file["blk.0.ffn_gate_shexp.weight"] = np.zeros((48, 64), np.float32)
+    again = from_gguf(meta, file)
+    assert list(again.mtp_tensors) == MIXTURE_HEAD and again.mtp_norm_convention == "plain"
+    found = gathered(family.gguf_pieces, again, file)
+    for p in ("gate", "up", "down"):
+        experts = found[f"mtp.layers.0.mlp.experts.{p}_proj.weight"]
+        np.testing.assert_array_equal(experts, routed[f"blk.4.ffn_{p}_exps.weight"])
+    for name, array in head.items():
+        added = np.float32(1) if "norm" in name else np.float32(0)
+        np.testing.assert_array_equal(found[name], array + added)
 
 
 def test_mixture_names_lead_to_their_places() -> None:

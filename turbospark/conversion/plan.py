@@ -30,7 +30,8 @@ class Provider:
     """Where one canonical tensor, or one projection of one expert, comes from.
 
     `expert` is the entry of the source's leading axis to read (None: the whole tensor); `rows`
-    and then `transform` apply to it. `fmt` and `shape` are what comes out.
+    and then `transform` apply to it. `fmt` and `shape` are what comes out. With `parts`, a matrix
+    is what they provide, one under another, and `source` is the first one's.
     """
 
     source: SourceTensor
@@ -39,6 +40,7 @@ class Provider:
     expert: int | None = None
     rows: slice | None = None
     transform: Callable[[Planes], Planes] | None = None
+    parts: tuple[Provider, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class _Builder:
         self.experts: dict[tuple[int, str], dict[int, Provider]] = {}
         self.table_shapes = family.table_shapes(config)
         self.tables: dict[str, dict[int, Provider]] = {n: {} for n, _ in self.table_shapes.values()}
+        self.joined: dict[str, dict[int, Provider]] = {}
         self.unreadable: list[str] = []
         self.unknown: list[str] = []
         self.doubled: list[str] = []
@@ -110,24 +113,28 @@ class _Builder:
 
     def take(self, tensor: SourceTensor, piece: Piece) -> None:
         """Enter one piece, or note what is wrong with it."""
-        if piece.target in self.shapes:
+        if piece.target in self.shapes and piece.part is not None:
+            self.take_rows(tensor, piece, self.joined.setdefault(piece.target, {}))
+        elif piece.target in self.shapes:
             provider = self.provider(tensor, piece, self.shapes[piece.target])
             if provider is not None:
                 self.enter(self.resident, piece.target, piece.target, provider)
         elif piece.target in self.tables and piece.part is not None:
-            self.take_rows(tensor, piece.target, piece.part)
+            self.take_rows(tensor, piece, self.tables[piece.target])
         elif piece.layer in self.expert_shapes and piece.role is not None:
             self.take_routed(tensor, piece, piece.layer, piece.role)
         else:
             self.unknown.append(tensor.name)
 
-    def take_rows(self, tensor: SourceTensor, name: str, part: int) -> None:
-        """Enter one run of a table's rows; that they add up is seen when all are there."""
+    def take_rows(self, tensor: SourceTensor, piece: Piece, parts: dict[int, Provider]) -> None:
+        """Enter one run of a matrix's rows; that they add up is seen when all are there."""
         if tensor.fmt is None or len(tensor.shape) != 2 or max(tensor.shape) > MAX_DIM:
             self.misshapen.append(f"{tensor.name} has shape {list(tensor.shape)}; expected rows")
             return
-        provider = Provider(tensor, tensor.fmt, tensor.shape)
-        self.enter(self.tables[name], part, f"{name} part {part}", provider)
+        fmt, shape = outcome(tensor, tensor.shape, piece)
+        provider = Provider(tensor, fmt, shape, None, piece.rows, piece.transform)
+        assert piece.part is not None  # `take` looked
+        self.enter(parts, piece.part, f"{piece.target} part {piece.part}", provider)
 
     def take_routed(self, tensor: SourceTensor, piece: Piece, layer: int, role: str) -> None:
         """Enter one role of one expert of a layer, or of a stack of all of them."""
@@ -180,6 +187,7 @@ class _Builder:
                 f"{len(self.unreadable)} tensors have a type that is not converted: "
                 f"{listed(self.unreadable)}; supported: BF16, F16, F32, MLX-quantized and MXFP4"
             )
+        self.doubled += sorted(self.resident.keys() & self.joined.keys())
         faults = [
             f"{len(names)} {what}: {listed(names)}"
             for what, names in (
@@ -192,10 +200,12 @@ class _Builder:
         ]
         if not faults:
             faults = [
-                f for name, shape in self.table_shapes.values() for f in self.gaps(name, shape)
+                *(f for n, s in self.table_shapes.values() for f in gaps(n, s, self.tables[n])),
+                *(f for n, parts in self.joined.items() for f in gaps(n, self.shapes[n], parts)),
             ]
         if faults:
             raise SourceError(f"tensors do not fit family {self.family.name}: {'; '.join(faults)}")
+        self.resident |= {name: self.join(name) for name in self.joined}
         plan = Plan({name: self.resident[name] for name in self.shapes})
         for layer, shape in sorted(self.expert_shapes.items()):
             plan.experts[layer] = {
@@ -206,22 +216,14 @@ class _Builder:
             plan.tables[layer] = Table(name, rows, parts)
         return plan
 
-    def gaps(self, name: str, shape: tuple[int, int]) -> Iterator[str]:
-        """What is wrong with the runs of a table."""
-        parts = self.tables[name]
-        absent = sorted(set(range(len(parts))) - set(parts))
-        if absent:
-            yield f"{name}: part {absent[0]} of its rows is missing"
-            return
-        found = [p.shape for _, p in sorted(parts.items())]
-        rows, columns = sum(s[0] for s in found), {s[1] for s in found}
-        if (rows, columns) != (shape[0], {shape[1]}):
-            yield f"{name}: {rows} rows of {sorted(columns)} columns; expected {list(shape)}"
-        if len({p.fmt for p in parts.values()}) > 1:
-            yield f"{name}: parts are stored in different formats"
+    def join(self, name: str) -> Provider:
+        """A matrix of several runs of rows, in order."""
+        parts = tuple(provider for _, provider in sorted(self.joined[name].items()))
+        return Provider(parts[0].source, parts[0].fmt, self.shapes[name], parts=parts)
 
     def missing(self) -> list[str]:
-        absent = [name for name in self.shapes if name not in self.resident]
+        here = self.resident.keys() | self.joined.keys()
+        absent = [name for name in self.shapes if name not in here]
         absent += [name for name, parts in self.tables.items() if not parts]
         for layer, shape in self.expert_shapes.items():
             for role in roles(shape):
@@ -245,6 +247,20 @@ class _Builder:
                     f"{provider.source.name} is {provider.fmt}; experts of a layer must agree"
                 )
         return found
+
+
+def gaps(name: str, shape: tuple[int, ...], parts: Mapping[int, Provider]) -> Iterator[str]:
+    """What is wrong with the runs of rows that make up a matrix."""
+    absent = sorted(set(range(len(parts))) - set(parts))
+    if absent:
+        yield f"{name}: part {absent[0]} of its rows is missing"
+        return
+    found = [p.shape for _, p in sorted(parts.items())]
+    rows, columns = sum(s[0] for s in found), {s[1] for s in found}
+    if (rows, columns) != (shape[0], {shape[1]}):
+        yield f"{name}: {rows} rows of {sorted(columns)} columns; expected {list(shape)}"
+    if len({p.fmt for p in parts.values()}) > 1:
+        yield f"{name}: parts are stored in different formats"
 
 
 def roles(shape: ExpertShape) -> list[str]:

@@ -140,6 +140,8 @@ def _equal(source: TensorSource, one: Provider, other: Provider) -> bool:
 
 def fetch(source: TensorSource, provider: Provider, fmt: Format) -> Planes:
     """The evaluated planes of one canonical tensor in its stored format `fmt`."""
+    if provider.parts:
+        return _joined([fetch(source, part, fmt) for part in provider.parts], provider.shape)
     if not changed(fmt, provider.fmt):
         return _gather(source, provider)
     planes = empty_planes(fmt, provider.shape)
@@ -147,6 +149,14 @@ def fetch(source: TensorSource, provider: Provider, fmt: Format) -> Planes:
     for block in _row_blocks(source, provider):
         done = _copy_rows(block, fmt, planes, done)
     return planes
+
+
+def _joined(parts: list[Planes], shape: tuple[int, ...]) -> Planes:
+    """Matrices of the same columns one under another."""
+    planes = zip(*(p.arrays() for p in parts), strict=True)
+    arrays = [mx.concatenate(list(runs)) for runs in planes]
+    mx.eval(arrays)
+    return Planes(parts[0].fmt, shape, *arrays)
 
 
 def _gather(source: TensorSource, provider: Provider) -> Planes:

@@ -13,6 +13,8 @@ import mlx.core as mx
 
 from turbospark.cache.specs import CacheSpec
 from turbospark.cache.state import LayerStates
+from turbospark.experts.base import ExpertStore
+from turbospark.experts.mlp import ExpertMLP
 from turbospark.families.config import ConfigReader
 from turbospark.install.arch import ArchConfig
 from turbospark.install.planes import Planes
@@ -42,10 +44,10 @@ class Piece:
 
     Resident: `target` is the canonical name. Routed: `target` is None, `layer` and `role` ("gate",
     "up", "down", or "gate_bias", ...) say where it goes; `expert` is its number, or None when the
-    source's leading axis counts the experts. Table: `target` is its name and `part` the place of
-    these rows among those of several source tensors. `rows` picks rows of the source (of each
-    expert's matrix when stacked); `transform` is applied to the picked planes (of one expert at a
-    time).
+    source's leading axis counts the experts. Several source tensors that are runs of one matrix's
+    rows, or of a table's: `target` is its name and `part` the place of these rows. `rows` picks
+    rows of the source (of each expert's matrix when stacked); `transform` is applied to the picked
+    planes (of one expert at a time).
     """
 
     target: str | None = None
@@ -104,6 +106,8 @@ class Model(Protocol):
 
 Activation = Callable[[mx.array, mx.array], mx.array]
 Block = Callable[[mx.array, Any], mx.array]
+Hold = Callable[[dict[int, ExpertMLP]], ExpertStore]
+"""A store of experts by layer that are in memory already."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,8 @@ class DraftHead:
     """Every tensor of a whole head and its shape; none where the family has no such head."""
     memory: Callable[[Any], list[CacheSpec]]
     """A cache for each block."""
-    blocks: Callable[[Any, Any, int], Sequence[Block]]
-    """(config, weights, index of the first block's cache) -> the blocks."""
+    blocks: Callable[[Any, Any, int, Hold], Sequence[Block]]
+    """(config, weights, index of the first block's cache, what holds experts) -> the blocks."""
     norms: Callable[[Any], tuple[float, bool]]
     """(eps, centred) of the head's norms."""
 

@@ -6,7 +6,6 @@ and rotates a leading part of each head. The mixture adds a gated shared expert.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from turbospark.errors import SourceError, UnsupportedError
 from turbospark.experts.base import ExpertStore
 from turbospark.families import gguf_delta
 from turbospark.families.archs import PLAIN, read_scaling, yarn_from_arch, yarn_to_arch
-from turbospark.families.base import Capabilities, DraftHead, ExpertShape, Family, Piece
+from turbospark.families.base import Capabilities, DraftHead, ExpertShape, Family, Hold, Piece
 from turbospark.families.config import ConfigReader
 from turbospark.families.dflash_shapes import PREFIX, DflashConfig, dflash_shapes, read_dflash
 from turbospark.families.names import expert_pieces, plain_name
@@ -28,13 +27,16 @@ from turbospark.families.qwen3_5_shapes import (
     SAME_DELTA,
     attention_shapes,
     delta_shapes,
-    mlp_shapes,
+    feed_forward_shapes,
+    mtp_pieces,
+    mtp_present,
     mtp_shapes,
     norm_shapes,
 )
 from turbospark.install.arch import ArchConfig
 from turbospark.layers.gated_delta import DeltaShape, GatedDeltaNet, silu
 from turbospark.layers.mlp import GatedMLP, SharedExpertMLP
+from turbospark.layers.moe import swiglu
 from turbospark.layers.rope import Rope, make_rope
 from turbospark.layers.weights import Weights
 
@@ -193,12 +195,11 @@ def complete_config(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> dic
     if len(turned) > 1:
         raise SourceError("conv1d weights are [channels, 1, taps] and [channels, taps, 1] by turns")
     plain = turned.pop() if turned else "quantization" in config
-    known = mtp_shapes(read_config(ConfigReader(config)))
     return {
         **config,
         "norm_convention": UNCENTRED if plain else CENTRED,
         "mtp_norm_convention": CENTRED,
-        "mtp_tensors": sorted({name for name in map(_mtp_name, shapes) if name in known}),
+        "mtp_tensors": mtp_present(read_config(ConfigReader(config)), shapes),
     }
 
 
@@ -308,10 +309,19 @@ def _rope(c: Config) -> Rope:
     return make_rope(c.rotary_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
 
-def mtp_blocks(c: Config, w: Weights, first: int) -> list[Layer]:
+def mtp_blocks(c: Config, w: Weights, first: int, hold: Hold) -> list[Layer]:
     """The draft head's block: full attention, whatever the model's own layers are."""
     own = replace(c, norm_convention=c.mtp_norm_convention)
-    return [Layer(own, w, "mtp.layers.0", first, True, _rope(c))]
+    name, experts = "mtp.layers.0", None
+    if c.num_experts:
+        mlp = w.experts(f"{name}.mlp.experts", c.num_experts, swiglu)
+        experts = hold({first: mlp})
+    return [Layer(own, w, name, first, True, _rope(c), experts)]
+
+
+def mtp_tensors(c: Config) -> Shapes:
+    """What a draft head of one layer needs; none for others, which no published model has."""
+    return mtp_shapes(c) if c.mtp_num_hidden_layers == 1 else {}
 
 
 def mtp_memory(c: Config) -> list[CacheSpec]:
@@ -385,13 +395,7 @@ def weight_shapes(c: Config) -> Shapes:
             shapes |= attention_shapes(c, name)
         else:
             shapes |= delta_shapes(c, name, taps_last=c.centred)
-        if c.num_experts:
-            shapes[f"{name}.mlp.gate.weight"] = (c.num_experts, hidden)
-            shapes[f"{name}.mlp.shared_expert_gate.weight"] = (1, hidden)
-            width = c.shared_expert_intermediate_size
-            shapes |= mlp_shapes(c, f"{name}.mlp.shared_expert", width)
-        else:
-            shapes |= mlp_shapes(c, f"{name}.mlp", c.intermediate_size)
+        shapes |= feed_forward_shapes(c, name)
     shapes |= {name: s for name, s in mtp_shapes(c).items() if name in c.mtp_tensors}
     return shapes | dflash_shapes(c.dflash)
 
@@ -402,19 +406,11 @@ def expert_shapes(c: Config) -> dict[int, ExpertShape]:
     return dict.fromkeys(range(c.num_hidden_layers), shape) if c.num_experts else {}
 
 
-_MTP = re.compile(r"^(?:language_model\.|model\.)*(?=mtp\.)")
-
-
-def _mtp_name(name: str) -> str | None:
-    """A draft head's tensor without wrappers; None for any other."""
-    return _MTP.sub("", name) if _MTP.match(name) else None
-
-
 def pieces(c: Config, name: str) -> tuple[Piece, ...] | None:
     """Where a source tensor goes; () when it is left out, None when it is unknown."""
-    head = _mtp_name(name)
+    head = mtp_pieces(c, name)
     if head is not None:
-        return (Piece(head),) if head in c.mtp_tensors else ()
+        return tuple(piece for piece in head if piece.target in c.mtp_tensors)
     if name.startswith(PREFIX):
         return (Piece(name),) if name in dflash_shapes(c.dflash) else None
     plain = plain_name(name)
@@ -438,9 +434,9 @@ def gguf_config(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
         "norm_convention": UNCENTRED,
         "mtp_norm_convention": UNCENTRED,
     }
-    known = mtp_shapes(read_config(ConfigReader(config, "GGUF metadata")))
-    names = {gguf_delta.name(name, config["num_hidden_layers"]) for name in shapes}
-    return config | {"mtp_tensors": sorted(name for name in names if name in known)}
+    names = [gguf_delta.name(name, config["num_hidden_layers"]) or "" for name in shapes]
+    c = read_config(ConfigReader(config, "GGUF metadata"))
+    return config | {"mtp_tensors": mtp_present(c, names)}
 
 
 def gguf_pieces(c: Config, name: str) -> tuple[Piece, ...] | None:
@@ -450,7 +446,7 @@ def gguf_pieces(c: Config, name: str) -> tuple[Piece, ...] | None:
     if target is None or not found:
         return found
     transform = gguf_delta.transform(c.delta, target)
-    return tuple(replace(piece, transform=transform) for piece in found)
+    return tuple(replace(piece, transform=transform or piece.transform) for piece in found)
 
 
 # --- capabilities ---------------------------------------------------------------------------------
@@ -469,7 +465,7 @@ family = Family(
     pieces=pieces,
     build=Model,
     capabilities=Capabilities(steering=None, drafters=("mtp", "dflash")),
-    draft_head=DraftHead(mtp_shapes, mtp_memory, mtp_blocks, mtp_norms),
+    draft_head=DraftHead(mtp_tensors, mtp_memory, mtp_blocks, mtp_norms),
     gguf_architectures=tuple(_GGUF_TYPES),
     gguf_config=gguf_config,
     gguf_pieces=gguf_pieces,

@@ -6,7 +6,13 @@ not know how anything is computed.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
+
+from turbospark.families.base import Piece
+from turbospark.families.names import expert_pieces
+from turbospark.families.transforms import join_heads
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -28,21 +34,56 @@ SAME_DELTA = {  # in the order of DeltaShape
 
 
 def mtp_shapes(c: Any) -> Shapes:
-    """The multi-token prediction head, which a dense checkpoint may carry.
+    """The multi-token prediction head, which a checkpoint may carry.
 
-    Of a mixture it is left out: its head has experts of its own, and no drafting is offered.
+    The routed experts of a mixture's head are one matrix per projection, one under another.
     """
     hidden = c.hidden_size
-    if c.num_experts or not c.mtp_num_hidden_layers:
+    if not c.mtp_num_hidden_layers:
         return {}
     shapes: Shapes = {"mtp.fc.weight": (hidden, 2 * hidden)}
     for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         shapes[f"mtp.{norm}.weight"] = (hidden,)
     for i in range(c.mtp_num_hidden_layers):
         name = f"mtp.layers.{i}"
-        shapes |= norm_shapes(c, name) | attention_shapes(c, name)
-        shapes |= mlp_shapes(c, f"{name}.mlp", c.intermediate_size)
+        shapes |= norm_shapes(c, name) | attention_shapes(c, name) | feed_forward_shapes(c, name)
+        if c.num_experts:
+            routed = mlp_shapes(c, f"{name}.mlp.experts", c.moe_intermediate_size)
+            shapes |= {n: (c.num_experts * rows, width) for n, (rows, width) in routed.items()}
     return shapes
+
+
+_MTP = re.compile(r"^(?:language_model\.|model\.)*(?=mtp\.)")
+
+
+def mtp_pieces(c: Any, name: str) -> tuple[Piece, ...] | None:
+    """Where a tensor of the head goes, whichever way experts are stored; None for any other."""
+    if not _MTP.match(name):
+        return None
+    plain, routed = _MTP.sub("", name), None
+    if c.num_experts:
+        routed = expert_pieces(f"model.{plain.removeprefix('mtp.')}", c.moe_intermediate_size)
+    if routed is None:
+        return (Piece(plain),)
+    return tuple(
+        Piece(
+            f"mtp.layers.{p.layer}.mlp.experts.{p.role}_proj.weight",
+            rows=p.rows,
+            transform=join_heads if p.expert is None else None,
+            part=p.expert,
+        )
+        for p in routed
+    )
+
+
+def mtp_present(c: Any, names: Iterable[str]) -> list[str]:
+    """The head's tensors that a checkpoint of `names` has, experts only where it has them all."""
+    parts: dict[str | None, set[int | None]] = {}
+    for name in names:
+        for piece in mtp_pieces(c, name) or ():
+            parts.setdefault(piece.target, set()).add(piece.part)
+    whole = {n for n, found in parts.items() if None in found or len(found) == c.num_experts}
+    return [name for name in sorted(mtp_shapes(c)) if name in whole]
 
 
 def attention_shapes(c: Any, name: str) -> Shapes:
@@ -74,6 +115,18 @@ def delta_shapes(c: Any, name: str, taps_last: bool) -> Shapes:
 def norm_shapes(c: Any, name: str) -> Shapes:
     norms = ("input_layernorm", "post_attention_layernorm")
     return {f"{name}.{norm}.weight": (c.hidden_size,) for norm in norms}
+
+
+def feed_forward_shapes(c: Any, name: str) -> Shapes:
+    """The MLP of a dense layer; of a mixture what every token meets: routers, the shared expert."""
+    if not c.num_experts:
+        return mlp_shapes(c, f"{name}.mlp", c.intermediate_size)
+    shared = mlp_shapes(c, f"{name}.mlp.shared_expert", c.shared_expert_intermediate_size)
+    return {
+        f"{name}.mlp.gate.weight": (c.num_experts, c.hidden_size),
+        f"{name}.mlp.shared_expert_gate.weight": (1, c.hidden_size),
+        **shared,
+    }
 
 
 def mlp_shapes(c: Any, name: str, width: int) -> Shapes:

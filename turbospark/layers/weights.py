@@ -14,6 +14,8 @@ import numpy as np
 
 from turbospark.dtypes import Quant
 from turbospark.errors import MissingTensorError, TensorShapeError
+from turbospark.experts.base import Activation
+from turbospark.experts.mlp import ExpertMLP, StackedMatrix
 from turbospark.install.planes import Planes
 from turbospark.install.row_table import RowTable
 from turbospark.kernels import host_product
@@ -127,15 +129,32 @@ class Weights:
 
         It maps [1, heads, L, columns] to [1, heads, L, rows]; without `transpose`, rows to columns.
         """
-        planes = self.planes(f"{name}.weight")
-        split = [a.reshape(heads, -1, a.shape[-1]) for a in planes.arrays()]
-        shape = (heads, planes.shape[0] // heads, planes.shape[1])
-        planes = Planes(planes.fmt, shape, *split)
+        planes = self._split(name, heads)
         packed = self._packed(planes, None)
         if packed is not None:
             return replace(packed, transpose=transpose)
         matrix = planes.dense(self.dtype)
         return Linear(self._keep(mx.contiguous(matrix.swapaxes(1, 2)) if transpose else matrix))
+
+    def experts(self, name: str, count: int, activation: Activation) -> ExpertMLP:
+        """`count` experts from `name`.gate_proj.weight [count * rows, columns], up and down."""
+
+        def stacked(projection: str) -> StackedMatrix:
+            planes = self._split(f"{name}.{projection}_proj", count)
+            packed = self._packed(planes, None)
+            if packed is None:
+                return StackedMatrix(planes.fmt, self._keep(planes.dense(self.dtype)))
+            return StackedMatrix(packed.fmt, packed.weight, packed.scales, packed.biases)
+
+        gate, up, down = map(stacked, ("gate", "up", "down"))
+        return ExpertMLP(gate, up, down, activation, self.kernels.padded_routes)
+
+    def _split(self, name: str, parts: int) -> Planes:
+        """The matrix `name`.weight [parts * rows, columns] as [parts, rows, columns]."""
+        planes = self.planes(f"{name}.weight")
+        split = [a.reshape(parts, -1, a.shape[-1]) for a in planes.arrays()]
+        shape = (parts, planes.shape[0] // parts, planes.shape[1])
+        return Planes(planes.fmt, shape, *split)
 
     def embedding(self, name: str) -> AnyEmbedding:
         """The table `name`.weight [rows, width]."""

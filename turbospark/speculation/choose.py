@@ -53,8 +53,8 @@ class Offer:
         needed = self.whole.get(drafter, ())
         if not needed:
             return (
-                f"a {drafter} drafter of this kind of {self.family} model (routed experts, or not "
-                "one layer) is not supported; draft_model and prompt_lookup work with every model"
+                f"a {drafter} drafter of other than one layer is not supported in family "
+                f"{self.family}; draft_model and prompt_lookup work with every model"
             )
         if MARKS[drafter] not in self.tensors:
             return f"this install has no {MARKS[drafter]}; {_SUPPLIERS[drafter]}"

@@ -23,7 +23,7 @@ from turbospark.cache.recurrent import RowState
 from turbospark.cache.specs import CacheSpec, RowSpec
 from turbospark.cache.state import LayerStates
 from turbospark.errors import SpeculationUnavailableError
-from turbospark.families.base import DraftHead
+from turbospark.families.base import DraftHead, Hold
 from turbospark.layers.weights import Weights
 from turbospark.options import LiveToggles
 from turbospark.speculation.drafter import Chooser, Proposal
@@ -47,13 +47,15 @@ class MtpHead:
     model's.
     """
 
-    def __init__(self, head: DraftHead, config: Any, w: Weights, model: Any, first: int) -> None:
+    def __init__(
+        self, head: DraftHead, config: Any, w: Weights, model: Any, first: int, hold: Hold
+    ) -> None:
         eps, centred = head.norms(config)
         self.embed_tokens, self.lm_head = model.embed_tokens, model.lm_head
         self.embedding_norm = w.norm("mtp.pre_fc_norm_embedding.weight", eps, centred)
         self.hidden_norm = w.norm("mtp.pre_fc_norm_hidden.weight", eps, centred)
         self.fc = w.linear("mtp.fc")
-        self.blocks = head.blocks(config, w, first)
+        self.blocks = head.blocks(config, w, first, hold)
         self.norm = w.norm("mtp.norm.weight", eps, centred)
 
     def __call__(self, ids: mx.array, hidden: mx.array, at: _At) -> mx.array:

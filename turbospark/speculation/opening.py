@@ -6,12 +6,15 @@ Knows a family's declarations. Does not know options, nor whether a drafter was 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from turbospark.cache.specs import CacheSpec
 from turbospark.cache.state import LayerStates
+from turbospark.counters import PhaseClock
+from turbospark.experts.resident import ResidentExperts
 from turbospark.families.base import Family
 from turbospark.families.dflash_shapes import dflash_shapes
 from turbospark.layers.weights import Weights
@@ -58,12 +61,18 @@ def open_watching(
     model: Any,
     states: Callable[[], LayerStates],
     toggles: LiveToggles,
+    clock: PhaseClock,
 ) -> Watching | None:
-    """The drafter, built; its caches come after those of the model's layers."""
+    """The drafter, built; its caches come after those of the model's layers.
+
+    The experts of an MTP head are in memory wherever the model's own are: it is one layer, asked
+    for every token drafted.
+    """
     head, first = family.draft_head, len(family.cache_specs(config))
     if drafter == "mtp" and head is not None:
         toggles.add_effective(("mtp_batched_prime",))
-        built = MtpHead(head, config, weights, model, first)
+        hold = partial(ResidentExperts, toggles=toggles, clock=clock)
+        built = MtpHead(head, config, weights, model, first, hold)
         return MtpDrafter(built, model.final_norm, states, first, toggles)
     if drafter == "dflash":
         # Its stream leaves the range of float16.
