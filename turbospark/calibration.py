@@ -16,15 +16,20 @@ import numpy as np
 from turbospark.cache.attend import Step
 from turbospark.cache.kv import LinearKV
 from turbospark.cache.sparse import Index, SparseKV
-from turbospark.errors import OptionError, UnsupportedError
+from turbospark.errors import NonFiniteLogitsError, OptionError, UnsupportedError
+from turbospark.families import family_for_wire
 from turbospark.install import balance
 from turbospark.install.models import resolve
 from turbospark.install.opening import Install
 from turbospark.options import OpenOptions
+from turbospark.resolve import configured
 from turbospark.runner import Runner
 from turbospark.version import __version__
 
-TOKENS = 1024
+TOKENS = 4096
+"""As many as contexts are long, at best: at positions past those measured, keys that turn slowly
+with position lie where no table expects them.
+"""
 LEAST = 64
 SKIPPED = 4
 """First positions, whose keys are unlike all others and are never read packed."""
@@ -36,19 +41,22 @@ def calibrate(
     model: str | Path,
     *,
     text: str | None = None,
-    tokens: int = TOKENS,
+    tokens: int | None = None,
     seed: int = 0,
     options: OpenOptions | None = None,
 ) -> Path:
     """Measure an install's keys and store balance tables in it -> the file.
 
     The first `tokens` tokens of `text`, or as many random ids drawn from `seed`, run through the
-    model once. `options` say where; `kv_quant` is off meanwhile. Raises OptionError,
-    UnsupportedError when no layer keeps keys of every position.
+    model once; None means 4096, or the context that the model was trained to if that is less.
+    `options` say where; `kv_quant` is off meanwhile. Raises OptionError, UnsupportedError when no
+    layer keeps keys of every position.
     """
+    path = resolve(model)
+    if tokens is None:
+        tokens = max(LEAST, min(TOKENS, _trained(path) or TOKENS))
     if type(tokens) is not int or tokens < LEAST:
         raise OptionError(f"tokens={tokens!r} is not valid; works: an integer >= {LEAST}")
-    path = resolve(model)
     opened = OpenOptions.of(options).replace(
         kv_quant="off", max_context=tokens, prefix_reuse=False, session_slots=1
     )
@@ -87,7 +95,21 @@ def measure(runner: Runner, ids: list[int]) -> balance.Tables:
         finally:
             layers[:] = [c.cache if isinstance(c, _Watched) else c for c in layers]
             engine.reset()
-        return {layer: watch.tables() for layer, watch in watched.items()}
+        tables = {layer: watch.tables() for layer, watch in watched.items()}
+    for layer, pair in tables.items():
+        if not all(np.isfinite(table).all() for table in pair):
+            raise NonFiniteLogitsError(
+                f"{runner.path.name}: keys or queries of layer {layer} are not numbers on these "
+                f"{len(ids)} tokens; measure on another text, or open with a wider dtype"
+            )
+    return tables
+
+
+def _trained(path: Path) -> int | None:
+    """The context that the model was trained to; None where nothing says."""
+    with Install.open(path) as install:
+        values, _ = configured(install, family_for_wire(install.arch.family))
+    return values.get("max_position_embeddings")
 
 
 def _ids(
@@ -110,6 +132,7 @@ class _Watched:
     def __init__(self, cache: Any, shape: tuple[int, int]) -> None:
         self.cache = cache
         self.count = self.queries_seen = 0
+        self.origin: mx.array | None = None  # near the mean, as squares of large biases cancel
         self.sums = [mx.zeros(shape) for _ in range(3)]
 
     def __getattr__(self, name: str) -> Any:
@@ -131,6 +154,11 @@ class _Watched:
     def _count_keys(self, k: mx.array, step: Step) -> None:
         """Rows [KV, L, dim]."""
         rows = k[:, max(0, SKIPPED - step.start) :].astype(mx.float32)
+        if not rows.shape[1]:
+            return
+        if self.origin is None:
+            self.origin = rows.mean(axis=1, keepdims=True)
+        rows = rows - self.origin
         self.count += rows.shape[1]
         self.sums[0] = self.sums[0] + rows.sum(axis=1)
         self.sums[1] = self.sums[1] + (rows * rows).sum(axis=1)
@@ -145,8 +173,9 @@ class _Watched:
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
         """Means, and (E q^2 / E (k - mean)^2)^(1/4), float32 [KV, dim]."""
         keys, squares, queries = (np.array(a).astype(np.float64) for a in self.sums)
-        mean = keys / self.count
-        spread = _floored(squares / self.count - mean**2)
+        off = keys / self.count
+        mean = off + np.array(self.origin)[:, 0]
+        spread = _floored(squares / self.count - off**2)
         scale = (_floored(queries / self.queries_seen) / spread) ** 0.25
         scale /= np.exp(np.log(scale).mean(-1, keepdims=True))  # rows keep their size
         return mean.astype(np.float32), scale.astype(np.float32)

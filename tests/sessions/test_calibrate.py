@@ -16,10 +16,19 @@ import pytest
 from conversation import answer, open_cpu, same, tokens_of
 from oracle_folders import ORACLES, Oracle
 
-from turbospark import OpenOptions, Runner, calibrate
+from turbospark import OpenOptions, Runner, calibrate, calibration
+from turbospark.cache.attend import Step
+from turbospark.cache.kv import LinearKV
 from turbospark.cache.packed import Balance
-from turbospark.calibration import measure
-from turbospark.errors import IndexCorruptError, OptionError, SessionFileError, UnsupportedError
+from turbospark.cache.specs import FullSpec
+from turbospark.calibration import _Watched, measure
+from turbospark.errors import (
+    IndexCorruptError,
+    NonFiniteLogitsError,
+    OptionError,
+    SessionFileError,
+    UnsupportedError,
+)
 from turbospark.install import balance
 from turbospark.install.opening import Install
 
@@ -156,6 +165,26 @@ def test_a_session_made_with_other_tables_is_refused(copied: Path, tmp_path: Pat
         runner.load_session(tmp_path / "talk")
 
 
+@pytest.mark.filterwarnings("ignore:max_context=4096 is past")
+@pytest.mark.parametrize(("trained", "fed"), [(None, 4096), (131072, 4096), (300, 300), (8, 64)])
+def test_without_a_number_tokens_are_4096_or_what_the_model_was_trained_to(
+    trained: int | None, fed: int, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def spy(runner: Runner, ids: list[int]) -> balance.Tables:
+        seen.append(len(ids))
+        return {}
+
+    monkeypatch.setattr(calibration, "measure", spy)
+    monkeypatch.setattr(
+        calibration, "configured", lambda *_: ({"max_position_embeddings": trained}, 0)
+    )
+    monkeypatch.setattr(balance, "write", lambda *_: copied)
+    calibrate(copied, options=CPU)
+    assert seen == [fed]
+
+
 @pytest.mark.parametrize("tokens", [63, 0, 100.0, True])
 def test_too_few_tokens_are_refused(tokens: Any, copied: Path) -> None:
     with pytest.raises(OptionError, match=r"tokens=.*; works: an integer >= 64"):
@@ -215,15 +244,58 @@ def test_a_truncated_file_is_refused(size: int, copied: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [(np.nan, "not a number"), (0.0, "not above 0"), (-1.0, "not above 0")]
+    ("part", "value", "message"),
+    [
+        (0, np.inf, "layers.0.mean has a value that is not a number"),
+        (0, -2e6, r"layer 0 has scales .* and means up to 2e\+06; works: scales"),
+        (1, np.nan, "layers.0.scale has a value that is not a number"),
+        (1, 0.0, r"layer 0 has scales 0 to"),
+        (1, -1.0, r"layer 0 has scales -1 to"),
+        (1, 1e-40, r"layer 0 has scales 1e-40 to"),
+        (1, 1e7, r"layer 0 has scales .* to 1e\+07"),
+    ],
 )
-def test_impossible_scales_are_refused(value: float, message: str, copied: Path) -> None:
+def test_impossible_tables_are_refused(part: int, value: float, message: str, copied: Path) -> None:
     calibrate(copied, tokens=64, options=CPU)
     with Install.open(copied) as install:
         tables = balance.read(install, {0: (2, 32), 1: (2, 32)})
         assert tables is not None
-        scale = tables[0][1].copy()
-        scale[1, 5] = value
-        balance.write(install, {**tables, 0: (tables[0][0], scale)}, {"source": "hand"})
+        pair = [a.copy() for a in tables[0]]
+        pair[part][1, 5] = value
+        balance.write(install, {**tables, 0: (pair[0], pair[1])}, {"source": "hand"})
     with pytest.raises(IndexCorruptError, match=message):
         open_cpu(copied, kv_quant=4)
+
+
+def test_keys_that_are_not_numbers_are_refused_and_nothing_is_written(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = LinearKV.attend
+
+    def broken(self: LinearKV, q: mx.array, *rest: Any) -> mx.array:
+        return attend(self, q, *rest) * float("inf")
+
+    monkeypatch.setattr(LinearKV, "attend", broken)
+    with pytest.raises(NonFiniteLogitsError, match="layer 1 are not numbers on these 64 tokens"):
+        calibrate(copied, tokens=64, options=CPU)
+    assert not (copied / balance.NAME).exists()
+
+
+def test_small_spreads_beside_large_biases_are_measured() -> None:
+    """A key bias of 300 squared has no room in float32 for a variance of 1e-4."""
+    rng = np.random.default_rng(0)
+    keys = (300 + rng.normal(size=(1, 2, 96, 64)) * np.geomspace(0.01, 1, 64)).astype(np.float32)
+    queries = rng.normal(size=(1, 4, 96, 64)).astype(np.float32)
+    cache = LinearKV(FullSpec(2, 64, 64), 128, mx.float32)
+    watched = _Watched(cache, (2, 64))
+    for start in (0, 48):
+        part = slice(start, start + 48)
+        rows = [mx.array(a[:, :, part]) for a in (queries, keys, keys)]
+        watched.attend(*rows, Step(start, 48), 0.125)
+    mean, scale = watched.tables()
+    late = keys[0, :, 4:].astype(np.float64)
+    want = (
+        (queries[0, :, 4:].reshape(2, -1, 64).astype(np.float64) ** 2).mean(1) / late.var(1)
+    ) ** 0.25
+    assert np.allclose(mean, late.mean(1), rtol=1e-6)
+    assert np.allclose(scale, want / np.exp(np.log(want).mean(-1, keepdims=True)), rtol=1e-3)

@@ -328,7 +328,9 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--text", help="a text file to measure on (default: random token ids)")
     parser.add_argument(
-        "--tokens", type=int, default=1024, help="tokens to run through the model (default: 1024)"
+        "--tokens",
+        type=int,
+        help="tokens to run through the model (default: 4096, or what it was trained to)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random ids (default: 0)")
 

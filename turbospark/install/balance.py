@@ -23,6 +23,8 @@ from turbospark.install.opening import Install
 NAME = "kv_balance.safetensors"
 FORMAT = "turbospark-kv-balance-1"
 CAP = 64 << 20
+LARGEST = 1e6
+"""Of scales, their reciprocals and means; measured ones stay far below."""
 
 Tables = dict[int, tuple[np.ndarray, np.ndarray]]
 """Layer -> mean and scale, float32 [KV, dim]."""
@@ -61,8 +63,12 @@ def read(install: Install, shapes: Mapping[int, tuple[int, int]]) -> Tables | No
             _array(path, data, start, entries, f"layers.{layer}.{part}", shape)
             for part in ("mean", "scale")
         )
-        if scale.min() <= 0:
-            raise IndexCorruptError(f"{path}: layers.{layer}.scale has a scale that is not above 0")
+        low, high, off = scale.min(), scale.max(), np.abs(mean).max()
+        if low < 1 / LARGEST or max(high, off) > LARGEST:
+            raise IndexCorruptError(
+                f"{path}: layer {layer} has scales {low:.3g} to {high:.3g} and means up to "
+                f"{off:.3g}; works: scales 1e-06 to 1e+06, means up to 1e+06"
+            )
         tables[layer] = (mean, scale)
     return tables
 
