@@ -6,13 +6,12 @@ the reference must then differ.
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from planting import plant
 from qwen4_trace import NAMES, ROOM, WAYS, Trace, expected, faults
 
 from turbospark import OpenOptions, Runner
@@ -134,18 +133,6 @@ MISTAKES: dict[str, tuple[Any, str, str, str]] = {
     "routing weights the other way": (Layer, "__init__", "c.norm_topk", "not c.norm_topk"),
     "the shared expert without its gate": (SharedExpertMLP, "__call__", "mx.sigmoid(share) * ", ""),
 }  # fmt: skip
-
-
-def plant(patch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
-    """Replace a function by its own source with `new` for `old`."""
-    function = vars(owner)[name]
-    inner = function.fget if isinstance(function, property) else function
-    text = textwrap.dedent(inspect.getsource(inner))
-    assert text.count(old) == 1, f"the mistake cannot be planted: {old!r}"
-    scope: dict[str, Any] = {}
-    code = "from __future__ import annotations\n" + text.replace(old, new)
-    exec(code, inner.__globals__, scope)
-    patch.setattr(owner, name, scope[name])
 
 
 @pytest.fixture
