@@ -16,7 +16,8 @@ import pytest
 from turbospark import OpenOptions, Runner, cli
 from turbospark.cli import bench, talk
 from turbospark.cli.console import FLAGS
-from turbospark.cli.parser import COMMANDS, NO_FLAG, parse
+from turbospark.cli.console import flags as flags_of
+from turbospark.cli.parser import COMMANDS, NO_FLAG, option_flags, parse
 from turbospark.errors import RunnerClosedError
 from turbospark.options import GenerationOptions, KvQuant
 
@@ -263,6 +264,39 @@ def test_every_text_that_is_put_into_flags_is_still_raised() -> None:
     code = re.sub(r'"\s*f?"', "", "".join(path.read_text("utf-8") for path in files))
     code = code.replace("{asked}", "").replace('", path)', " needs a tokenizer")  # as raised
     assert [said for said in FLAGS if said not in code] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "said", "shown"),
+    [
+        (["run"], "kv_quant=4 without balance tables", "--kv-quant 4 without balance tables"),
+        (["run"], "reasoning='low': the level is ignored", "--reasoning 'low': the level is"),
+        (["run"], "lower max_new_tokens or load_guard", "lower --max-new or --load-guard"),
+        (["run"], "ignore_eos goes past", "--ignore-eos goes past"),
+        (["run"], "use ignore_eos=True", "use --ignore-eos"),
+        (["run"], "ignore_eos=False is", "no --ignore-eos is"),
+        (["run"], "the seed of a model", "the seed of a model"),
+        (["run"], "/a/max_context.gguf: rope.top_k=3", "/a/max_context.gguf: rope.top_k=3"),
+        (["list"], "max_context=3 is past", "max_context=3 is past"),
+        (
+            ["serve"],
+            "session_slots=2 without prefix_reuse allocates caches that no prompt finds again; use "
+            "prefix_reuse=True, or session_slots=1",
+            "--session-slots 2 with --no-prefix-reuse allocates caches that no prompt finds again; "
+            "drop --no-prefix-reuse, or use --session-slots 1",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_what_the_library_says_of_options_is_said_of_flags(
+    argv: list[str], said: str, shown: str
+) -> None:
+    assert flags_of(said, option_flags(argv)).startswith(shown)
+
+
+def test_warnings_name_flags_too(turbospark: Command) -> None:
+    found = turbospark("run", "tiny", "hi", "--kv-quant", 4, "--max-new", 1)
+    assert "turbospark: warning: --kv-quant 4 without balance tables" in found.err
 
 
 def test_with_json_a_refusal_is_an_object_as_well(turbospark: Command) -> None:

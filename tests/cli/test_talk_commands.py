@@ -13,6 +13,7 @@ import pytest
 
 from turbospark import OpenOptions, Runner
 from turbospark.cli import talk
+from turbospark.generation import Finished, GenerationResult, Token
 
 Command = Callable[..., Any]
 GREEDY = ("--temperature", 0, "--max-new", 12, "--ignore-eos")
@@ -144,8 +145,8 @@ def test_warnings_are_one_line_of_their_own(turbospark: Command, store: Path) ->
     finally:
         template.write_text(before)
     assert found.err == (
-        "turbospark: warning: reasoning='low': the level is ignored, this model's template has no "
-        "reasoning\n"
+        "turbospark: warning: --reasoning 'low': the level is ignored, this model's template has "
+        "no reasoning\n"
     )
 
 
@@ -176,6 +177,55 @@ def test_a_second_ctrl_c_interrupts_at_once(
 
     monkeypatch.setattr(talk, "emit", emit)
     assert turbospark("run", "tiny", "hi", *GREEDY).code == 130
+
+
+# --- models that think ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def thinking(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A model that says what the test puts in front, thoughts first; what it was asked is kept."""
+    script = ["<think>\nhm, two\n</think>\n\nIt is 4."]
+
+    def stream(self: Runner, ids: list[int], *_: Any, **__: Any) -> Any:
+        assert self.tokenizer is not None
+        script.append(self.tokenizer.decode(ids, skip_special=False))
+        said = self.tokenizer.encode(script[0], add_special=False)
+        tokens = [Token(i, id_, self.tokenizer.decode([id_])) for i, id_ in enumerate(said)]
+        result = GenerationResult(said, script[0], "end_of_turn", len(ids), 0.1, 0.1)
+        yield from [*tokens, Finished(result)]
+
+    monkeypatch.setattr(Runner, "stream", stream)
+    return script
+
+
+def test_an_answer_is_standard_output_and_thoughts_are_standard_error(
+    turbospark: Command, thinking: list[Any]
+) -> None:
+    found = turbospark("run", "tiny", "2+2?")
+    assert found.out == "It is 4.\n"
+    assert found.err.startswith("hm, two\n\nprompt ")
+    quiet = turbospark("run", "tiny", "2+2?", "--quiet")
+    assert (quiet.out, quiet.err) == ("It is 4.\n", "")
+    data = json.loads(turbospark("run", "tiny", "2+2?", "--json").out)
+    assert (data["content"], data["reasoning"]) == ("It is 4.", "hm, two")
+    assert data["text"] == thinking[0]
+
+
+def test_thoughts_do_not_go_into_the_next_turn(
+    turbospark: Command, thinking: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed(monkeypatch, "2+2?\nsure?\n")
+    assert turbospark("chat", "tiny", "--quiet").out == "It is 4.\nIt is 4.\n"
+    assert "<|im_start|>assistant\nIt is 4.<|im_end|>\n" in thinking[-1]
+    assert "hm, two" not in thinking[-1]
+
+
+def test_thoughts_without_an_answer_are_told(turbospark: Command, thinking: list[Any]) -> None:
+    thinking[0] = "<think>\nhm, two"
+    found = turbospark("run", "tiny", "2+2?")
+    assert found.out == "\n"
+    assert "the model thought and gave no answer; raise --max-new" in found.err
 
 
 # --- chat -----------------------------------------------------------------------------------------
@@ -232,7 +282,7 @@ def test_a_piped_chat_stops_at_the_first_refusal(
 def test_a_chat_at_a_terminal_shows_refusals_and_goes_on(
     turbospark: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = iter(["x" * 100, "/help", "one"])
+    lines = iter(["x" * 100, "/halp", "/help", "one"])
 
     def answer(prompt: str) -> str:
         try:
@@ -244,17 +294,38 @@ def test_a_chat_at_a_terminal_shows_refusals_and_goes_on(
     monkeypatch.setattr("builtins.input", answer)
     found = turbospark("chat", "tiny", *GREEDY, "--max-context", 64)
     assert found.code == 0 and len(found.out.splitlines()) >= 1
-    assert "tiny.gturbo: /reset starts again, /quit ends" in found.err
-    assert "exceeds max_context 64" in found.err and "; /reset starts again" in found.err
-    assert "unknown command /help; works: /reset" in found.err
+    assert "tiny.gturbo: /reset starts again, /quit or Ctrl-D ends" in found.err
+    assert "exceeds --max-context 64; shorten the prompt, lower --max-new or open" in found.err
+    assert "larger --max-context; /reset starts again\n" in found.err
+    assert "unknown command /halp; works: /reset" in found.err
+    assert "\n/reset starts again, /quit or Ctrl-D ends" in found.err
     assert "stopped: max_tokens" in found.err
+
+
+def test_ctrl_c_at_the_prompt_gives_up_the_line_and_not_the_conversation(
+    turbospark: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["one", KeyboardInterrupt, "/etc/hosts has what?", EOFError])
+
+    def answer(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    typed(monkeypatch, "", terminal=True)
+    monkeypatch.setattr("builtins.input", answer)
+    found = turbospark("chat", "tiny", *GREEDY)
+    assert found.code == 0 and found.err.count("stopped: max_tokens") == 2
+    assert "\n/quit or Ctrl-D ends\n" in found.err and "unknown command" not in found.err
+    assert " reused)" in found.err
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--top-p", 0.5, "--top-k", 0), "--top-p 0.5 with --temperature 0.2 needs --top-k > 0"),
-        (("--max-new", 0), "--max-new-tokens 0 is not valid; works: an integer >= 1"),
+        (("--max-new", 0), "--max-new 0 is not valid; works: an integer >= 1"),
         (("--reasoning", "huge"), "reasoning"),
         (("--max-context", 16, "--max-new", 99), "--max-context 16"),
     ],

@@ -195,7 +195,7 @@ def test_a_named_drafter_that_is_not_there_is_refused_with_what_would_bring_it()
 def test_auto_says_which_flag_starts_a_dflash_drafter_that_lies_unused() -> None:
     note = str(choose(DraftPolicies(mtp="auto"), ONLY_DFLASH).note)
     assert note.endswith("its DFlash2 drafter starts when it is named: dflash=2")
-    assert flags(note).endswith("starts when it is named: --speculative-drafter dflash")
+    assert flags(note, {}).endswith("starts when it is named: --speculative-drafter dflash")
     assert choose(DraftPolicies(dflash=2), ONLY_DFLASH).drafter == "dflash"
     assert "DFlash2" not in str(choose(DraftPolicies(mtp="auto"), NONE).note)
     assert choose(DraftPolicies(), ONLY_DFLASH) == Choice(None)

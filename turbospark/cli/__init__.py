@@ -10,11 +10,11 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from turbospark.cli.console import flags
-from turbospark.cli.parser import parse, valued_flags
+from turbospark.cli.console import flags, note
+from turbospark.cli.parser import option_flags, parse
 from turbospark.errors import ModelFormatError, OptionError, TurbosparkError
 from turbospark.loading import load
 
@@ -35,17 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(argv)
         as_json = args.json
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: note(
+                f"turbospark: warning: {flags(str(message), args.typed)}"
+            )
             code = _command(args.run)(args)
         sys.stdout.flush()
         return code
     except OptionError as error:
-        return _refuse(error, as_json, USAGE, valued_flags(argv))
+        return _refuse(error, as_json, USAGE, option_flags(argv))
     except (TurbosparkError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             return _stop_writing()
         # What a file says of itself is no flag, even where it has the name of one.
-        typed = [] if isinstance(error, (ModelFormatError, OSError)) else valued_flags(argv)
+        typed = {} if isinstance(error, (ModelFormatError, OSError)) else option_flags(argv)
         return _refuse(error, as_json, REFUSED, typed)
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -57,7 +59,7 @@ def _command(where: str) -> Callable[[Any], int]:
     return getattr(load(f"turbospark.cli.{module}"), name)
 
 
-def _refuse(error: Exception, as_json: bool, code: int, typed: Sequence[str]) -> int:
+def _refuse(error: Exception, as_json: bool, code: int, typed: Mapping[str, str]) -> int:
     """One line on standard error; with --json the same as an object on standard output."""
     message = flags(" ".join(str(error).split()), typed) or type(error).__name__
     print(f"turbospark: {message}", file=sys.stderr)
@@ -72,7 +74,3 @@ def _stop_writing() -> int:
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
     return BROKEN_PIPE
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"turbospark: warning: {flags(str(message))}", file=sys.stderr)

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -23,29 +23,31 @@ FLAGS = {
         "starts when it is named: --speculative-drafter dflash",
     "no drafter is open; name one in speculation when opening":
         "no drafter is open; name one by --speculative-drafter or --draft-model",
-    "draft_tokens=": "--draft-tokens ",
     "a list of chat messages needs a tokenizer": "a text needs a tokenizer",
     "a text prompt needs a tokenizer": "a text needs a tokenizer",
     "pass token ids, or": "`turbospark run MODEL --ids 1,2,3` takes token ids, or",
     "use stop_token_ids": "use --stop-token-id",
+    "without prefix_reuse allocates": "with --no-prefix-reuse allocates",
+    "use prefix_reuse=True, or": "drop --no-prefix-reuse, or use",
 }  # fmt: skip
 
 
-def flags(text: str, typed: Iterable[str] = ()) -> str:
-    """A refusal of the library in the words of the command line, whose flags with a value are
-    `typed`: `top_k=0` becomes `--top-k 0`, and so does a bare name that is no English word.
+def flags(text: str, typed: Mapping[str, str]) -> str:
+    """What the library says in the words of the command line, whose options are `typed` (name ->
+    flag): `top_k=0` becomes `--top-k 0`, and so does a bare name that is no English word.
     """
     for said, instead in FLAGS.items():
         text = text.replace(said, instead)
-    names = {flag[2:].replace("-", "_"): flag for flag in typed}
 
     def instead_of(found: re.Match[str]) -> str:
-        name, equals = found[1], found[2]
-        if name not in names or not (equals or "_" in name):
+        name, value = found[1], found[2]
+        if name not in typed or not (value or "_" in name):
             return found[0]
-        return names[name] + (" " if equals else "")
+        if value in ("=True", "=False"):  # a flag without a value is given or is not
+            return typed[name] if value == "=True" else f"no {typed[name]}"
+        return typed[name] + (value and f" {value[1:]}")
 
-    return re.sub(r"(?<![\w./'\"-])([a-z]\w*)\b(=?)(?![./])", instead_of, text)
+    return re.sub(r"(?<![\w./'\"-])([a-z]\w*)\b(=True\b|=False\b|=|)(?![./])", instead_of, text)
 
 
 def show(args: Namespace, data: Any, text: str) -> None:
@@ -61,6 +63,12 @@ def note(text: str) -> None:
 def emit(text: str) -> None:
     """A piece of streamed output, shown at once."""
     print(text, end="", flush=True)
+
+
+def think(text: str) -> None:
+    """A piece of a model's thoughts: standard error, dimmed at a terminal."""
+    dim = sys.stderr.isatty() and text.strip()
+    print(f"\033[2m{text}\033[0m" if dim else text, end="", file=sys.stderr, flush=True)
 
 
 def size(count: int) -> str:

@@ -73,12 +73,13 @@ class Command:
     flags: Callable[[argparse.ArgumentParser], None]
 
 
-def valued_flags(argv: Sequence[str]) -> list[str]:
-    """The long flags that take a value, of the command that `argv` names."""
+def option_flags(argv: Sequence[str]) -> dict[str, str]:
+    """Option -> the flag that gives it to the command that `argv` names."""
     if not argv or argv[0] not in COMMANDS:
-        return []
-    actions = command_parser(argv[0])._actions
-    return [f for a in actions if a.nargs != 0 for f in a.option_strings if f.startswith("--")]
+        return {}
+    given = [a for a in command_parser(argv[0])._actions if a.option_strings]
+    spelled = {f[2:].replace("-", "_"): f for a in given for f in a.option_strings}
+    return spelled | {a.dest: a.option_strings[0] for a in given}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -86,7 +87,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv or argv[0] not in COMMANDS:
         _overview().parse_args(argv)  # shows help or version, or says what is wrong, and exits
     # Intermixed, so that a prompt may stand after flags.
-    return command_parser(argv[0]).parse_intermixed_args(argv[1:])
+    args = command_parser(argv[0]).parse_intermixed_args(argv[1:])
+    args.typed = option_flags(argv)
+    return args
 
 
 def command_parser(name: str) -> Parser:
@@ -393,8 +396,8 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         help="requests that may wait; one more is answered 429 (default: 32)",
     )  # fmt: skip
     parser.add_argument(
-        "--session-slots", type=int, default=4, metavar="N",
-        help="conversations whose caches are kept (default: 4)",
+        "--session-slots", type=int, metavar="N",
+        help="conversations whose caches are kept (default: 4; 1 with --no-prefix-reuse)",
     )  # fmt: skip
     parser.add_argument("--no-prefix-reuse", action="store_true", help="feed every prompt in full")
     add_options(

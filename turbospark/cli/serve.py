@@ -16,6 +16,8 @@ from turbospark.cli.console import note
 from turbospark.cli.parser import opening, sampling
 from turbospark.errors import MissingDependencyError, OptionError
 
+SESSION_SLOTS = 4
+
 
 def serve(args: Namespace) -> int:
     """turbospark serve MODEL"""
@@ -46,9 +48,12 @@ def serve(args: Namespace) -> int:
 
 
 def _open(args: Namespace) -> Runner:
+    slots = args.session_slots
+    if slots is None:
+        slots = 1 if args.no_prefix_reuse else SESSION_SLOTS
     changes: dict[str, Any] = {
         "prefix_reuse": not args.no_prefix_reuse,
-        "session_slots": args.session_slots,
+        "session_slots": slots,
     }
     return Runner.open(args.model, OpenOptions.interactive(**opening(args), **changes))
 

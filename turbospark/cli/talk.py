@@ -6,15 +6,16 @@ Knows prompts as people give them, and how an answer is shown. Does not know how
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from turbospark import GenerationOptions, GenerationResult, OpenOptions, Runner
-from turbospark.cli.console import emit, flags, interruptible, note, rate, show
+from turbospark.cli.console import emit, flags, interruptible, note, rate, show, think
 from turbospark.cli.parser import opening, sampling
 from turbospark.errors import (
     ContextOverflowError,
@@ -23,9 +24,11 @@ from turbospark.errors import (
     TurbosparkError,
 )
 from turbospark.generation import Finished, Tail, Token, with_progress
+from turbospark.text.turns import Content, Reasoning, ReleasedToolSpan
 
 CANCELLED = 130
-COMMANDS = "/reset starts again, /quit ends"
+COMMANDS = "/reset starts again, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+_COMMAND = re.compile(r"/\w+$")  # a path is no command
 
 
 def run(args: Namespace) -> int:
@@ -33,10 +36,10 @@ def run(args: Namespace) -> int:
     options = _generation(args)
     prompt = _prompt(args)
     with _open(args) as runner:
-        ids = _encode(args, runner, prompt)
-        result = _answer(args, runner, ids, options)
+        answer = _answer(args, runner, prompt, options)
+        result = answer.result
         if args.json:
-            show(args, _report(runner, result), "")
+            show(args, _report(runner, answer), "")
         elif not args.quiet:
             note(_figures(result))
     return CANCELLED if result.stop_reason == "cancelled" else 0
@@ -48,16 +51,20 @@ def chat(args: Namespace) -> int:
     system = _system(args)
     with _open(args, prefix_reuse=True) as runner:
         # A model that cannot chat says so now, and not after the first line was typed.
-        _encode(args, runner, [*system, {"role": "user", "content": "hello"}])
+        hello = [*system, {"role": "user", "content": "hello"}]
+        runner.encode(hello, reasoning=args.reasoning)
         messages = list(system)
         for line in _lines(f"{runner.path.name}: {COMMANDS}"):
+            command = _COMMAND.match(line.split()[0]) if line else None
             if line == "/quit":
                 break
             if line == "/reset":
                 runner.reset()
                 messages = list(system)
-            elif line.startswith("/"):
-                note(f"turbospark: unknown command {line.split()[0]}; works: {COMMANDS}")
+            elif line == "/help":
+                note(COMMANDS)
+            elif command:
+                note(f"turbospark: unknown command {command[0]}; works: {COMMANDS}")
             elif line:
                 _turn(args, runner, messages, line, options)
     return 0
@@ -73,18 +80,18 @@ def _turn(
     """One question and its answer; both join `messages`. At a terminal a refusal is only shown."""
     asked = [*messages, {"role": "user", "content": text}]
     try:
-        result = _answer(args, runner, _encode(args, runner, asked), options)
+        answer = _answer(args, runner, asked, options)
     except TurbosparkError as error:
         if not sys.stdin.isatty():
             raise
         hint = "; /reset starts again" if isinstance(error, ContextOverflowError) else ""
-        note(f"turbospark: {flags(str(error))}{hint}")
+        note(f"turbospark: {flags(str(error), args.typed)}{hint}")
         return
-    messages[:] = [*asked, {"role": "assistant", "content": result.text or ""}]
+    messages[:] = [*asked, {"role": "assistant", "content": answer.content}]
     if args.json:
-        print(json.dumps(_report(runner, result), default=str), flush=True)
+        print(json.dumps(_report(runner, answer), default=str), flush=True)
     elif not args.quiet and sys.stdin.isatty():
-        note(_figures(result))
+        note(_figures(answer.result))
 
 
 def _lines(greeting: str) -> Iterator[str]:
@@ -98,6 +105,8 @@ def _lines(greeting: str) -> Iterator[str]:
     while True:
         try:
             yield input("> ").strip()
+        except KeyboardInterrupt:  # the line is given up, the conversation is not
+            note("\n/quit or Ctrl-D ends")
         except EOFError:
             print()
             return
@@ -160,12 +169,6 @@ def _messages(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _encode(args: Namespace, runner: Runner, prompt: Any) -> list[int]:
-    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-        return runner.encode(prompt)
-    return runner.encode(prompt, reasoning=args.reasoning, now=runner.options.chat_date)
-
-
 # --- the answer -----------------------------------------------------------------------------------
 
 
@@ -173,7 +176,7 @@ def _open(args: Namespace, **changes: Any) -> Runner:
     options = OpenOptions.interactive(**opening(args), **changes)
     runner = Runner.open(args.model, options, progress=_watched(args))
     if runner.resolved.draft_note and args.speculative == "auto":
-        note(f"turbospark: nothing is drafted: {flags(runner.resolved.draft_note)}")
+        note(f"turbospark: nothing is drafted: {flags(runner.resolved.draft_note, args.typed)}")
     if runner.steering_line and not args.quiet:
         note(f"steering {runner.steering_line}")
     return runner
@@ -188,31 +191,79 @@ def _generation(args: Namespace) -> GenerationOptions:
     return GenerationOptions(**sampling(args))
 
 
-def _answer(
-    args: Namespace, runner: Runner, ids: list[int], options: GenerationOptions
-) -> GenerationResult:
+class _Answer:
+    """One answer as it comes: what was said goes to standard output, thoughts to standard error."""
+
+    def __init__(self, args: Namespace, spelled: bool) -> None:
+        self._shown = not args.json
+        self._thoughts_shown = self._shown and not args.quiet
+        self._spelled = spelled
+        self.content = self.reasoning = ""
+        self.result: Any = None
+
+    def take(self, event: Any) -> None:
+        """Show an event, and keep it."""
+        if isinstance(event, Finished):
+            self.result = event.result
+            if self.reasoning and not self.content:
+                self._end_thoughts()
+        elif isinstance(event, Reasoning):
+            self.reasoning += event.text
+            if self._thoughts_shown:
+                think(event.text)
+        elif isinstance(event, Token) and not self._spelled:
+            self._say(f"{event.id} ")
+        elif isinstance(event, (Content, ReleasedToolSpan)):
+            self._say(event.text)
+        elif isinstance(event, (Token, Tail)):
+            self._say(event.delta)
+
+    def _say(self, text: str) -> None:
+        if text and self.reasoning and not self.content:
+            self._end_thoughts()
+        self.content += text
+        if self._shown:
+            emit(text)
+
+    def _end_thoughts(self) -> None:
+        if self._thoughts_shown:
+            think("\n\n")
+
+
+def _answer(args: Namespace, runner: Runner, prompt: Any, options: GenerationOptions) -> _Answer:
     """Generate, showing the answer as it comes; Ctrl-C ends it early."""
-    room = runner.max_context - len(ids)
-    if not hasattr(args, "max_new_tokens") and room > 0:
-        options = options.replace(max_new_tokens=min(options.max_new_tokens or room, room))
+    answer = _Answer(args, runner.tokenizer is not None)
     with interruptible() as cancel:
-        events = runner.stream(ids, options, cancel=cancel)
+        events = _events(args, runner, prompt, options, cancel)
         for event in with_progress(events) if _watched(args) else events:
-            if isinstance(event, Finished):
-                result = event.result
-            elif not args.json:
-                _show(event, runner.tokenizer is not None)
+            answer.take(event)
     if not args.json:
         print()
-    return result
+    if answer.reasoning and not answer.content and answer.result.stop_reason != "cancelled":
+        note("turbospark: warning: the model thought and gave no answer; raise --max-new")
+    return answer
 
 
-def _show(event: Any, spelled: bool) -> None:
-    """A token's text, or its id where nothing can spell it."""
-    if isinstance(event, Token):
-        emit(event.delta if spelled else f"{event.id} ")
-    elif isinstance(event, Tail):
-        emit(event.text)
+def _events(
+    args: Namespace,
+    runner: Runner,
+    prompt: Any,
+    options: GenerationOptions,
+    cancel: Callable[[], bool],
+) -> Iterator[Any]:
+    """Events of an answer. Without --max-new it takes the room that there is."""
+
+    def start(options: GenerationOptions) -> Iterator[Any]:
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            return runner.chat(prompt, options, reasoning=args.reasoning, cancel=cancel)
+        return runner.stream(prompt, options, cancel=cancel)
+
+    try:
+        return start(options)
+    except ContextOverflowError:
+        if hasattr(args, "max_new_tokens"):
+            raise
+        return start(options.replace(max_new_tokens=None))
 
 
 def _figures(result: GenerationResult) -> str:
@@ -226,11 +277,15 @@ def _figures(result: GenerationResult) -> str:
     )
 
 
-def _report(runner: Runner, result: GenerationResult) -> dict[str, Any]:
+def _report(runner: Runner, answer: _Answer) -> dict[str, Any]:
     """Everything about one generation."""
+    result: GenerationResult = answer.result
+    said = {} if result.text is None else {"content": answer.content}
     fields = {name: value for name, value in vars(result).items() if name != "phases"}
     return {
         "model": runner.path,
+        **said,
+        "reasoning": answer.reasoning or None,
         **fields,
         "new_tokens": result.new_tokens,
         "prefill_tokens_per_second": result.prefill_tokens_per_second,
