@@ -21,7 +21,8 @@ from turbospark.families import family_for_wire
 from turbospark.install import balance
 from turbospark.install.models import resolve
 from turbospark.install.opening import Install
-from turbospark.options import OpenOptions
+from turbospark.options import MAX_CONTEXT, OpenOptions
+from turbospark.policies import short
 from turbospark.resolve import configured
 from turbospark.runner import Runner
 from turbospark.version import __version__
@@ -52,11 +53,16 @@ def calibrate(
     `options` say where; `kv_quant` is off meanwhile. Raises OptionError, UnsupportedError when no
     layer keeps keys of every position.
     """
+    if text is not None and not isinstance(text, str):
+        raise OptionError(f"text={short(text)} is not valid; works: a string, or None")
+    if type(seed) is not int or seed < 0:
+        raise OptionError(f"seed={short(seed)} is not valid; works: an integer >= 0")
     path = resolve(model)
     if tokens is None:
         tokens = max(LEAST, min(TOKENS, _trained(path) or TOKENS))
-    if type(tokens) is not int or tokens < LEAST:
-        raise OptionError(f"tokens={tokens!r} is not valid; works: an integer >= {LEAST}")
+    if type(tokens) is not int or not LEAST <= tokens <= MAX_CONTEXT:
+        works = f"an integer {LEAST}..{MAX_CONTEXT}"
+        raise OptionError(f"tokens={short(tokens)} is not valid; works: {works}")
     opened = OpenOptions.of(options).replace(
         kv_quant="off", max_context=tokens, prefix_reuse=False, session_slots=1
     )

@@ -185,10 +185,25 @@ def test_without_a_number_tokens_are_4096_or_what_the_model_was_trained_to(
     assert seen == [fed]
 
 
-@pytest.mark.parametrize("tokens", [63, 0, 100.0, True])
-def test_too_few_tokens_are_refused(tokens: Any, copied: Path) -> None:
-    with pytest.raises(OptionError, match=r"tokens=.*; works: an integer >= 64"):
-        calibrate(copied, tokens=tokens, options=CPU)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 63}, r"tokens=63 is not valid; works: an integer 64\.\.16777216"),
+        ({"tokens": 1 << 25}, "tokens=33554432 is not valid"),
+        ({"tokens": 100.0}, r"tokens=100\.0 is not valid"),
+        ({"tokens": True}, "tokens=True is not valid"),
+        ({"seed": -1}, "seed=-1 is not valid; works: an integer >= 0"),
+        ({"seed": None}, "seed=None is not valid"),
+        ({"seed": "x"}, "seed='x' is not valid"),
+        ({"text": 5}, "text=5 is not valid; works: a string, or None"),
+    ],
+    ids=str,
+)
+def test_impossible_arguments_are_refused(
+    change: dict[str, Any], message: str, copied: Path
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        calibrate(copied, **{"tokens": 100, "options": CPU, **change})
 
 
 def test_a_model_without_such_layers_is_refused(installed: Callable[[str], Path]) -> None:
