@@ -393,7 +393,8 @@ class _DraftPolicy(FrozenOptions):
         digits = (text or "").strip()
         if not (digits.isascii() and digits.isdigit()):
             return cls.auto()
-        return cls.fixed(int(digits)) if int(digits) else cls.off()
+        width = int(digits.lstrip("0")[:9] or 0)  # Python reads no number of 5,000 digits
+        return cls.fixed(width) if width else cls.off()
 
     @classmethod
     def from_env(cls: type[_Policy], environ: Mapping[str, str] | None = None) -> _Policy:
@@ -402,7 +403,7 @@ class _DraftPolicy(FrozenOptions):
         try:
             return cls.parse(text)
         except OptionError as error:
-            raise OptionError(f"{ENV_PREFIX}{cls.VARIABLE}={text!r}: {error}") from None
+            raise OptionError(f"{ENV_PREFIX}{cls.VARIABLE}={text!r:.40}: {error}") from None
 
     @property
     def draft_width(self) -> int:

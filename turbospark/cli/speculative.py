@@ -63,8 +63,8 @@ def _width(how: str | None) -> int | None:
     """The number of proposals; None for "auto"."""
     if how in (None, "auto"):
         return None
-    if not str(how).isdigit() or not 1 <= int(str(how)) <= 15:
-        raise OptionError(f"--speculative {how} is not valid; works: {WORKS}")
+    if str(how) not in map(str, range(1, 16)):
+        raise OptionError(f"--speculative {how!s:.40} is not valid; works: {WORKS}")
     return int(str(how))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from turbospark.cache.pool import SessionPool
 from turbospark.cache.state import Snapshot
+from turbospark.errors import NonFiniteLogitsError
 from turbospark.speculation.drafter import Chooser, Proposal
 
 
@@ -71,6 +72,10 @@ class DraftModel:
         self._marks = [states.snapshot()]
         while True:
             row = np.asarray(row)[: self.vocab_size]
+            if not np.isfinite(row).all():
+                raise NonFiniteLogitsError(
+                    "the draft model's logits are not finite; its weights or the dtype are unfit"
+                )
             tokens = [p.token for p in proposals]
             proposals.append(choose(row, tokens) if choose else Proposal(int(row.argmax())))
             if len(proposals) == count:

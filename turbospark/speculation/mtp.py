@@ -22,8 +22,9 @@ from turbospark.cache.attend import Step
 from turbospark.cache.recurrent import RowState
 from turbospark.cache.specs import CacheSpec, RowSpec
 from turbospark.cache.state import LayerStates
-from turbospark.errors import SpeculationUnavailableError
+from turbospark.errors import NonFiniteLogitsError, SpeculationUnavailableError
 from turbospark.families.base import DraftHead, Hold
+from turbospark.kernels.likeliest import likeliest_reference
 from turbospark.layers.weights import Weights
 from turbospark.options import LiveToggles
 from turbospark.speculation.drafter import Chooser, Proposal
@@ -166,7 +167,7 @@ class MtpDrafter:
                 break
             row = self.head.logits(hidden)[0, 0]
             if choose is None:
-                token = mx.argmax(row).reshape(1, 1)
+                token = likeliest_reference(row).reshape(1, 1)
                 likeliest.append(token)
             else:
                 drawn.append(choose(np.asarray(row), [p.token for p in drawn]))
@@ -174,7 +175,13 @@ class MtpDrafter:
         self._drafted = (base, count + 1)
         if likeliest:
             mx.eval(likeliest)
-            return [Proposal(token) for token in np.array(likeliest).ravel().tolist()]
+            tokens = np.array(likeliest).ravel().tolist()
+            # A head of NaN would propose some token without a word.
+            if min(tokens) < 0:
+                raise NonFiniteLogitsError(
+                    "the MTP head's logits are not finite; its weights or the dtype are unfit"
+                )
+            return [Proposal(token) for token in tokens]
         return drawn
 
     def keep(self, rows: int) -> None:
