@@ -178,6 +178,7 @@ def test_info_tells_what_an_install_holds(turbospark: Command, model: Path, tmp_
     data = json.loads(turbospark("info", model, "--json").out)
     assert (data["layers"], data["vocab_size"], data["experts"]) == (2, 320, 0)
     assert data["arch"]["headDim"] == 16 and data["tokenizer"]["tokens"] == 259
+    assert data["tokenizer"]["tools"] == "none"
     turbospark("synth", "mixtral", tmp_path / "moe", "--layers", 1)
     assert "8 per layer, 2 per token" in turbospark("info", tmp_path / "moe").out
 

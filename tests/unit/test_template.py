@@ -8,9 +8,11 @@ from contextlib import suppress
 from datetime import datetime
 
 import pytest
+import tiny_tokenizers
 
 from turbospark.errors import ModelFormatError, OptionError, UnsupportedError
 from turbospark.text.template import FALLBACKS, ChatTemplate
+from turbospark.text.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 TALK = [
@@ -34,7 +36,41 @@ def test_the_jinja_file_beats_the_configuration_which_beats_the_fallback():
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     assert ChatTemplate.find(None, named, "chatml").text == "D"
     assert ChatTemplate.find(None, named[:1], "chatml").source == "chatml fallback"
+    assert ChatTemplate.find(None, [{"name": "default"}], "plain").text is None
     assert ChatTemplate.find(None, None, "chatml").text == FALLBACKS["chatml"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize(
+    "file", [None, "F{{ messages[0].content }}{% if tools %}t{% endif %}"], ids=["", "file"]
+)
+def test_prompts_with_tools_take_the_template_that_transformers_takes(tmp_path, tools, file):
+    transformers = pytest.importorskip("transformers")
+    named = [
+        {"name": "default", "template": "D {{ bos_token }}{{ messages[0].content }}"},
+        {"name": "tool_use", "template": "T {{ messages[0].content }} {{ tools | tojson }}"},
+        {"name": "rag", "template": "R"},
+    ]
+    config = {"chat_template": named, "tokenizer_class": "PreTrainedTokenizerFast"}
+    config["bos_token"] = "<|endoftext|>"
+    tiny_tokenizers.write(tmp_path, config=config, template=file)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.load(tmp_path)
+    assert ours.template.reads_tools
+    want = theirs.apply_chat_template(HI, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert ours.render(HI, tools=tools) == want
+
+
+def test_a_list_without_a_default_still_has_its_template_for_tools():
+    named = [{"name": "tool_use", "template": "T{{ tools[0].function.name }}"}]
+    assert ChatTemplate.find(None, named, "plain").render(HI, tools=TOOLS) == "Tf"
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        ChatTemplate.find(None, named, "plain").render(HI)
+    assert not ChatTemplate("{{ messages }}", "test").reads_tools
+    assert not ChatTemplate(None, "test").reads_tools
 
 
 @pytest.mark.parametrize("dialect", ["harmony", "muse", "plain"])

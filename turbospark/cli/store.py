@@ -21,6 +21,7 @@ from turbospark.install.models import install_path, installed, models_dir, resol
 from turbospark.install.models import remove as remove_installed
 from turbospark.install.opening import Install
 from turbospark.install.verify import verify, write_receipt
+from turbospark.text.template import ChatTemplate
 from turbospark.text.tokenizer import Tokenizer
 
 
@@ -208,8 +209,17 @@ def _tokenizer(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
         "dialect": tokenizer.dialect.name,
         "template": tokenizer.template.source if tokenizer.template.text else None,
         "reasoning": tokenizer.template.reasoning_support,
+        "tools": _tools(tokenizer.template),
         "stops": sorted(tokenizer.stop_ids),
     }
+
+
+def _tools(template: ChatTemplate) -> str:
+    """Whether the template shows tools to the model."""
+    try:
+        return "read" if template.reads_tools else "none"
+    except ModelFormatError:
+        return "broken template"
 
 
 # --- calibrate ------------------------------------------------------------------------------------

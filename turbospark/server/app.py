@@ -199,7 +199,7 @@ class _Server:
     async def chat(self, request: Request) -> Response:
         asked = await self._asked(request, chat=True)
         tokenizer = self._runner.tokenizer
-        template = tokenizer.template.text if tokenizer is not None else None
+        template = tokenizer and tokenizer.template.chosen(asked.tools).text
         messages = asked.messages(template or "")
         how: dict[str, Any] = {"tools": asked.tools, "reasoning": asked.reasoning}
         if asked.tool_choice != "none":

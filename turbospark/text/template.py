@@ -110,31 +110,46 @@ FALLBACKS = {
 
 
 class ChatTemplate:
-    """One template and where it came from (`source`); `text` is None when there is none."""
+    """One template and where it came from (`source`); `text` is None when there is none.
 
-    def __init__(self, text: str | None, source: str) -> None:
+    `tool_use` is the template of prompts that offer tools, where the model has one of its own.
+    """
+
+    def __init__(self, text: str | None, source: str, tool_use: ChatTemplate | None = None) -> None:
         self.text = text
         self.source = source
-        self._compiled: jinja2.Template | None = None
-        self._names: set[str] = set()  # what it reads from outside
+        self._tool_use = tool_use
+        self._compiled: tuple[jinja2.Template, set[str]] | None = None
 
     @classmethod
     def find(cls, file: str | None, configured: Any, dialect: str) -> ChatTemplate:
         """The first of: `chat_template.jinja`, `chat_template` of tokenizer_config.json (a string,
-        or a list whose entry is named "default"), the dialect's plain fallback, none.
+        or a list whose entry is named "default"), the dialect's plain fallback, none. An entry of
+        the list that is named "tool_use" goes along.
         """
         if file is not None:
             return cls(file, "chat_template.jinja")
         if isinstance(configured, str):
             return cls(configured, "tokenizer_config.json")
-        if isinstance(configured, list):
-            for entry in configured:
-                if isinstance(entry, dict) and entry.get("name") == "default":
-                    text = entry.get("template")
-                    return cls(text if isinstance(text, str) else None, "tokenizer_config.json")
+        named = _named(configured)
+        tool_use = None
+        if "tool_use" in named:
+            tool_use = cls(named["tool_use"], "tokenizer_config.json, tool_use")
+        if "default" in named:
+            return cls(named["default"], "tokenizer_config.json", tool_use)
         if dialect in FALLBACKS:
-            return cls(FALLBACKS[dialect], f"{dialect} fallback")
-        return cls(None, f"{dialect} dialect")
+            return cls(FALLBACKS[dialect], f"{dialect} fallback", tool_use)
+        return cls(None, f"{dialect} dialect", tool_use)
+
+    def chosen(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        """The template of a prompt that offers `tools`."""
+        return self._tool_use if tools and self._tool_use is not None else self
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether tools that are offered reach the prompt. Raises ModelFormatError."""
+        template = self.chosen(["any"])
+        return template.text is not None and "tools" in template._compile()[1]
 
     @property
     def reasoning_support(self) -> str:
@@ -160,9 +175,19 @@ class ChatTemplate:
         Raises UnsupportedError without a template, OptionError for messages, tools or levels that
         the template (or this function) refuses, ModelFormatError for a template that is broken.
         """
+        if self.chosen(tools) is not self:
+            return self.chosen(tools).render(
+                messages,
+                tools=tools,
+                reasoning=reasoning,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=bos_token,
+                eos_token=eos_token,
+                now=now,
+            )
         self._check(messages, tools, reasoning)
-        template = self._template()
-        self._check_calls(messages, tools)
+        template, names = self._compile()
+        self._check_calls(messages, tools, names)
         context: dict[str, Any] = {
             "messages": [self._spelled(m) for m in _copied(messages, "messages")],
             "add_generation_prompt": add_generation_prompt,
@@ -224,10 +249,11 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
+        names: set[str],
     ) -> None:
         """Refuse tools and calls that would never reach the prompt."""
         never = f"this model's chat template ({self.source}) never reads"
-        if tools and "tools" not in self._names:
+        if tools and "tools" not in names:
             raise UnsupportedError(
                 f"{len(tools)} tools were given, but {never} tools; works: a system message that "
                 "describes them, or a model whose template reads tools"
@@ -248,13 +274,14 @@ class ChatTemplate:
             return dict(message)
         return {**message, "content": "\n".join(part["text"] for part in content)}
 
-    def _template(self) -> jinja2.Template:
+    def _compile(self) -> tuple[jinja2.Template, set[str]]:
+        """The template, and the names it reads from outside."""
         if self._compiled is None:
             try:
                 environment = _environment()
                 tree = environment.parse(self.text or "")
-                self._names = meta.find_undeclared_variables(tree)
-                self._compiled = environment.from_string(tree)
+                names = meta.find_undeclared_variables(tree)
+                self._compiled = environment.from_string(tree), names
             except (jinja2.TemplateSyntaxError, SyntaxError) as error:
                 raise ModelFormatError(
                     f"chat template ({self.source}) is broken at line {error.lineno}: "
@@ -265,6 +292,13 @@ class ChatTemplate:
                     f"chat template ({self.source}) is nested too deeply"
                 ) from None
         return self._compiled
+
+
+def _named(configured: Any) -> dict[str, str]:
+    """Name -> text of the templates that tokenizer_config.json lists."""
+    entries = [e for e in configured if isinstance(e, dict)] if isinstance(configured, list) else []
+    texts = {str(entry.get("name")): entry.get("template") for entry in entries}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 class _Generation(Extension):
