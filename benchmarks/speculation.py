@@ -6,9 +6,9 @@
 The first decodes the same greedy answers with prompt lookup and without, in turn on one runner, for
 a list to be continued and a record to be repeated; the ratio is of decode times, medians over the
 rounds, and the tokens must be the same. The second times one pass of n = 1..16 rows over a cache of
-`--context` tokens against one row, on a random llama of an 8B model's layers (4 bits), after a
-warm-up of each: acceptance pays when it gives more tokens than that. `--quick` takes two layers and
-fewer repeats. `--write` records the figures under benchmarks/results/.
+`--context` tokens against one row, in turn, on a random llama of an 8B model's layers (4 bits),
+after a warm-up of each: acceptance pays when it gives more tokens than that. `--quick` takes two
+layers and fewer repeats. `--write` records the figures under benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -93,19 +93,19 @@ def cost(device: str, layers: int, context: int, repeats: int) -> dict[str, Any]
             runner.prefill([i % 1000 for i in range(context)])
             engine = runner._engine
             assert engine is not None
-            seconds = {}
-            for rows in ROWS:
-                taken = []
-                for _ in range(repeats + 2):
+            taken: dict[int, list[float]] = {rows: [] for rows in ROWS}
+            # In turn, so that what else the machine does meets all numbers of rows alike.
+            for _ in range(repeats + 2):
+                for rows in ROWS:
                     start = time.perf_counter()
                     if rows == 1:
                         engine.step(5)
                     else:
                         engine.verify([5] * rows)
-                    taken.append(time.perf_counter() - start)
+                    taken[rows].append(time.perf_counter() - start)
                     with engine.working():
                         engine.pool.live.rewind(context)
-                seconds[rows] = statistics.median(taken[2:])
+            seconds = {rows: statistics.median(times[2:]) for rows, times in taken.items()}
             return {
                 "layers": layers,
                 "context": context,
