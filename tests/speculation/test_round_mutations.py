@@ -13,6 +13,7 @@ from typing import Any
 
 import blocks
 import heads
+import mlx.core as mx
 import numpy as np
 import pytest
 import test_acceptance_laws as laws
@@ -143,6 +144,28 @@ class Looker:
             teach(runner, [*plain.token_ids, *range(9)], right)
             drafted = runner.generate(prompt, **asked)
             return drafted.token_ids == plain.token_ids and drafted.phases.calls == 30 + 4
+
+    def copies(self) -> bool:
+        """Going back copies no buffer: what a round takes is little beside what caches hold."""
+        return all(
+            self._taken(name, options) < 1 / 8
+            for name, options in (
+                ("llama-base", {}),
+                ("mistral-sliding", {"swa_ring_capacity": 60_000}),
+                ("qwen3_5-base", {}),
+            )
+        )
+
+    def _taken(self, name: str, options: dict[str, Any]) -> float:
+        prompt = prompt_of(name)
+        with open_with(self.installed(name), Toy(), 5, max_context=65_536, **options) as runner:
+            plain = runner.generate(prompt, **GREEDY, draft_tokens=0)
+            teach(runner, plain.token_ids, LIES["right then wrong"])
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+            stats = runner.generate(prompt, **GREEDY).speculation
+            assert stats is not None and stats.rollbacks > 0
+            return (mx.get_peak_memory() - before) / runner.memory.kv
 
     # --- drafters ---------------------------------------------------------------------------------
 
@@ -302,6 +325,11 @@ MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {
         "self.law.take(row, proposal, history[: len(history) - at], prompt_len)",
     ),
     "more proposed than may come": ("limits", Rounds, "_open", "left - 1", "left + 8"),
+    "buffers held for going back": (
+        "copies", Rounds, "_open", "self._proposals = []",
+        "self._proposals = []\n"
+        "    self.held = [[a[:] for a in c.arrays()] for c in self.model.states.layers]",
+    ),
     # The figures.
     "acceptance counted one position on": (
         "plain_layers", *TAKE, "self.tally.matched[at]", "self.tally.matched[at + 1]",
