@@ -199,6 +199,7 @@ def test_layer_types_beat_the_interval() -> None:
         (TINY, {"mtp_tensors": [{}]}, r"mtp_tensors = \['\{\}'\]"),
         (TINY, {"mtp_tensors": ["mtp.fc.bias"]}, r"mtp_tensors = \['mtp.fc.bias'\]"),
         (TINY_MOE, {"mtp_tensors": ["mtp.layers.0.mlp.up_proj.weight"]}, r"mlp.up_proj.*are not"),
+        (TINY, {"mtp_num_hidden_layers": 10**9}, r"mtp_num_hidden_layers = 1000000000 exceeds"),
         (TINY_MOE, {"norm_topk_prob": False}, r"norm_topk_prob = False.*True"),
         (TINY_MOE, {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]"),
         (TINY_MOE, {"decoder_sparse_step": 2}, r"decoder_sparse_step = 2"),

@@ -42,7 +42,7 @@ def test_every_family_gives_the_sequential_answer(
     with open_with(installed(name), Toy(), 8, **ring) as runner:
         plain = runner.generate(prompt, **GREEDY, draft_tokens=0)
         teach(runner, plain.token_ids, LIES[lie])
-        for width in (1, 2, 3, 5, 8):
+        for width in range(1, 9):
             drafted = runner.generate(prompt, **GREEDY, draft_tokens=width)
             same_end(drafted, plain)
             stats = drafted.speculation

@@ -137,7 +137,8 @@ def read_config(c: ConfigReader) -> Config:
 
 def _check(c: Config, where: str) -> None:
     """Refuse sizes that do not fit each other."""
-    unknown = sorted(set(c.mtp_tensors) - set(mtp_shapes(c)))
+    deep = c.mtp_num_hidden_layers > c.num_hidden_layers  # as many names would be made
+    unknown = sorted(set(c.mtp_tensors) - set({} if deep else mtp_shapes(c)))
     for wrong, fault in (
         (c.num_attention_heads % c.num_key_value_heads,
          f"num_attention_heads = {c.num_attention_heads} is not a multiple of "
@@ -150,6 +151,8 @@ def _check(c: Config, where: str) -> None:
          f"{c.head_dim} dimensions; supported: an even number of them"),
         (c.num_experts_per_tok > c.num_experts,
          f"num_experts_per_tok = {c.num_experts_per_tok} exceeds num_experts = {c.num_experts}"),
+        (deep, f"mtp_num_hidden_layers = {c.mtp_num_hidden_layers} exceeds num_hidden_layers = "
+         f"{c.num_hidden_layers}"),
         (unknown, f"mtp_tensors = {unknown} are not of this family"),
     ):  # fmt: skip
         if wrong:
