@@ -224,6 +224,12 @@ def test_more_proposals_than_the_block_has_masks_are_refused(path: Path) -> None
         ({"hidden_size": 48}, "the model's is"),
         ({"architectures": ["DFlashDraftModel"]}, "expected .'DFlash2DraftModel'"),
         ({"dflash_config": {**blocks.OWN, "target_layer_ids": [9]}}, "target_layer_ids = .9."),
+        ({"dflash_config": {**blocks.OWN, "target_layer_ids": ["a"]}}, "expected whole numbers"),
+        (
+            {"dflash_config": {**blocks.OWN, "block_size": 257}},
+            "block_size = 257; supported: 2..256",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; the model has 3"),
         ({"dflash_config": {**blocks.OWN, "selector_rank": 7}}, "hidden_projection"),
     ],
     ids=str,

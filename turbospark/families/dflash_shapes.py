@@ -14,6 +14,8 @@ from turbospark.errors import UnsupportedError
 from turbospark.families.config import ConfigReader
 
 PREFIX = "dflash."
+MOST_ROWS = 256
+"""Of a block: every round computes all of them. Published drafters have 8 or 16."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,11 @@ def read_dflash(values: Mapping[str, Any] | None, model: Any) -> DflashConfig | 
     c = ConfigReader(values, where)
     d = ConfigReader(own if isinstance(own, dict) else {}, f"dflash_config of {where}")
     hidden, positions = c.int("hidden_size"), c.int("max_position_embeddings", 262144)
-    layers = [int(i) for i in d.list("target_layer_ids") or ()]
+    layers = d.list("target_layer_ids") or []
+    if not all(type(i) is int for i in layers):
+        raise UnsupportedError(
+            f"{where}: target_layer_ids = {layers!r:.60}; expected whole numbers"
+        )
     found = DflashConfig(
         hidden_size=hidden,
         intermediate_size=c.int("intermediate_size"),
@@ -83,6 +89,8 @@ def _check(c: DflashConfig, model: Any, where: str) -> None:
          f"vocab_size = {c.vocab_size}; the model's is {model.vocab_size}"),
         (not c.target_layers or not all(0 <= i < depth for i in c.target_layers),
          f"target_layer_ids = {list(c.target_layers)}; the model has layers 0..{depth - 1}"),
+        (c.layers > depth, f"num_hidden_layers = {c.layers}; the model has {depth}"),
+        (c.block_size > MOST_ROWS, f"block_size = {c.block_size}; supported: 2..{MOST_ROWS}"),
         (c.mask_token >= c.vocab_size, f"mask_token_id = {c.mask_token} of {c.vocab_size} tokens"),
         (c.hidden_size % c.conv_group or c.heads % c.kv_heads or c.head_dim % 2,
          "conv_group_size, num_key_value_heads or head_dim do not divide what they must"),
