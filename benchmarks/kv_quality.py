@@ -318,13 +318,15 @@ def measured(
             raise SystemExit(f"{topic} has {len(ids)} tokens only")
         made, errors = run(runner, ids, specs, tables, first, chosen)
         for side in chosen:
-            lost = made[side]
+            lost, (kind, _, how) = made[side], side.partition(", ")
+            fed = feeds.get(how, []) if kind.startswith("kv_quant") else []
             row = {
                 "model": name,
                 "text": topic,
                 "tokens": count,
                 "positions": f"{first}..{count - 1}",
                 "side": side,
+                "table_tokens": len(fed) or None,
                 "kl": round(lost.divergence / lost.counted, 6),
                 "top1": round(lost.alike / lost.counted, 4),
                 "attention_error": round(errors[side], 5) if side in errors else None,
