@@ -64,7 +64,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             for values, (_, dtype) in zip(done.outputs, plan.outputs, strict=True)
         ]
 
-    monkeypatch.setattr(Plan, "run", run)
+    monkeypatch.setattr(Plan, "launch", run)
     modules = (decode_attention, expert_mlp, likeliest, qmv, rope_kv, router_topk, fused_decode)
     modules += (kv_encode, packed_decode, packed_turn)
     for module in modules:
@@ -94,6 +94,25 @@ def test_a_step_of_launches_gives_what_ordinary_layers_give(name: str, launched:
     found = likeliest.likeliest(mx.array(fused[0]))
     assert found.tolist() == [int(fused[0].argmax())]
     assert launched[-2:] == ["likeliest_share", "likeliest_best"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_as_one_launch_gives_what_its_launches_give(
+    name: str, launched: list[str]
+) -> None:
+    dtype, _, _ = CASES[name]
+    config = {**config_of(name), **SIZES}
+    kernels = replace(FUSED, fused_rows=1)
+    sides = [Side(config, k, dtype=dtype) for k in (kernels, replace(kernels, chained=True))]
+    random = np.random.default_rng(7)
+    for rows in (9, 1, 1, 1, 1, 1) if dtype == mx.float32 else [1] * 14:
+        ids = random.integers(0, 100, rows).tolist()
+        apart = sides[0].feed(ids)
+        launched.clear()
+        together = sides[1].feed(ids)
+        np.testing.assert_array_equal(together, apart)
+        kinds = [n.removesuffix("_matrix").removesuffix("_scalar") for n in launched]
+        assert kinds == (["chain", "chain", "qmv"] if rows == 1 else [])
 
 
 @pytest.mark.parametrize("bits", [(4, 4), (3, 3)])

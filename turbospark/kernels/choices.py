@@ -21,7 +21,8 @@ class Choices:
     one padded batch. `attention_keys`: keys from which one row attends by the split-K kernel over
     the whole buffer. `packed_rows`: the most rows of a pass that attend packed caches by kernels;
     `fused_rows`: the most rows of a pass that runs through fused layers;
-    `compiled`: one row runs through all of them as one traced graph. `block_sparse`: chosen blocks
+    `compiled`: one row runs through all of them as one traced graph, `chained`: with one launch
+    for each layer. `block_sparse`: chosen blocks
     are scored, selected and attended by kernels. `prefill_chunk`: prompt tokens
     per pass for "auto".
     """
@@ -32,6 +33,7 @@ class Choices:
     packed_rows: int | None
     fused_rows: int | None
     compiled: bool
+    chained: bool
     block_sparse: bool
     prefill_chunk: int
 
@@ -43,6 +45,7 @@ class Choices:
             packed_rows=None,
             fused_rows=None,
             compiled=False,
+            chained=False,
             block_sparse=False,
         )
 
@@ -54,6 +57,7 @@ PLAIN = Choices(
     packed_rows=None,
     fused_rows=None,
     compiled=False,
+    chained=False,
     block_sparse=False,
     prefill_chunk=512,
 )
@@ -74,6 +78,7 @@ CHOICES = {
         packed_rows=8,
         fused_rows=1,
         compiled=True,
+        chained=True,
         block_sparse=True,
         prefill_chunk=4096,
     ),

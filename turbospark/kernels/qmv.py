@@ -27,14 +27,12 @@ def matrix_tuning(where: str, outs: int, m: int) -> qmv_matrix.Tuning | None:
 
     One H200, GPU time: 4096 x 4096 takes 6.4 us with 8 simdgroups sharing K and 6.9 with 4;
     6144 x 4096 8.3 and 7.3; 28672 x 4096 26.8 and 24.5, 23.8 with two tiles as well; four rows of
-    the last 47.6 with one tile, 39.7 with two.
+    the last 47.6 with one tile, 39.7 with two. A chain wants the same number in all its launches.
     """
     if where != "cuda":
         return None
     if m > 2:
         return qmv_matrix.Tuning(tiles=2, simdgroups=8)
-    if outs <= 4096:
-        return qmv_matrix.Tuning(tiles=1, simdgroups=8)
     return qmv_matrix.Tuning(tiles=1 if outs <= 8192 else 2, simdgroups=4)
 
 

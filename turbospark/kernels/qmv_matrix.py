@@ -65,6 +65,7 @@ BODY = r"""
       ts_scales<U, !FP4>(biases + at, b + i * U);
     }
 
+    ts_await();
     ts_simd_barrier();
     TS_UNROLL
     for (int m = 0; m < M; m++) {
@@ -96,6 +97,7 @@ BODY = r"""
     ts_tiles<T, BITS, FP4, HALF, GROUP, RT, U, M>(w, s, b, lane_x, my_sum, lane, acc);
   }
 
+  ts_await();
   // acc[i]: row i / 2 of row[], column 2 t + i % 2.
   TS_UNROLL
   for (int i = 0; i < RT * 4; i++) {

@@ -7,7 +7,7 @@ the other, and each is named by its first `ts_` word. Does not know any kernel.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 def shortened(definitions: str, body: str) -> tuple[str, str]:
@@ -24,6 +24,12 @@ def shortened(definitions: str, body: str) -> tuple[str, str]:
         kept |= more
         grown = bool(more)
     return "".join(chunk for i, chunk in enumerate(chunks) if i in kept), body
+
+
+def joined(definitions: Iterable[str]) -> str:
+    """All of them, each once."""
+    chunks = dict.fromkeys(chunk for text in definitions for chunk in _chunks(bare(text)))
+    return "".join(chunks)
 
 
 def bare(text: str) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -51,6 +52,17 @@ class Kernel:
     header: str = ""
     updates: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
+
+
+class Recorder(Protocol):
+    """Takes launches instead of a device."""
+
+    def add(self, plan: Plan, inputs: list[Any]) -> list[Any]:
+        """What stands for the launch's outputs."""
+
+
+recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+"""Where `Plan.run` goes while it is set."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,11 @@ class Plan:
         return shortened(prelude(backend) + self.kernel.header, self.constants + self.kernel.body)
 
     def run(self, backend: str, inputs: list[mx.array]) -> list[mx.array]:
+        """Launch on "metal" or "cuda", unless a recorder takes it; the outputs in order, lazily."""
+        recording = recorder.get()
+        return self.launch(backend, inputs) if recording is None else recording.add(self, inputs)
+
+    def launch(self, backend: str, inputs: list[mx.array]) -> list[mx.array]:
         """Launch on "metal" or "cuda"; the outputs in order, lazily."""
         dtypes = tuple([a.dtype for a in inputs])
         call = self._calls.get((backend, dtypes))
@@ -110,7 +127,7 @@ class Plan:
         MLX keeps compiled kernels by name, and the name it is given says nothing about the inputs:
         a norm in float32 would be read by what was compiled for bfloat16.
         """
-        text = self.constants + "".join(map(str, dtypes))
+        text = self.constants + self.kernel.body + "".join(map(str, dtypes))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         make: Any = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
         header, source = self.text(backend)

@@ -19,11 +19,12 @@ from turbospark.cache.state import LayerStates
 from turbospark.experts.base import ExpertStore
 from turbospark.experts.resident import ResidentExperts
 from turbospark.kernels import expert_mlp as routed
+from turbospark.kernels.chain import as_one, counters
 from turbospark.kernels.choices import Choices, backend
 from turbospark.kernels.decode_attention import HEAD_DIMS, Rules, decode_attention
 from turbospark.kernels.fused import Around, Parts
 from turbospark.kernels.qmv import plan, qmv
-from turbospark.kernels.rope_kv import Heads, Turn, rope, rope_kv
+from turbospark.kernels.rope_kv import BACKENDS, Heads, Turn, rope, rope_kv
 from turbospark.kernels.router_topk import router_topk
 from turbospark.layers.linear import AnyLinear, FusedLinear, QuantizedLinear
 from turbospark.layers.norm import RMSNorm
@@ -107,7 +108,7 @@ class FusedExperts:
             inputs, around = self.norm(rows), routed.Around(residual=rows)
             scores = self.router(inputs)
         ids, weights = router_topk(scores, self.top_k, self.normalize)
-        return routed.expert_mlp(inputs, ids, weights, self.experts, around)[None]
+        return routed.expert_mlp(inputs, ids, weights, self.experts, around).reshape(x.shape)
 
 
 def fused_experts(
@@ -157,6 +158,12 @@ class FusedLayer:
         q, keys, values = rope_kv(qkv, keys, values, length, self.heads, self.turn, rules.ring)
         attended = decode_attention(q, keys, values, length, rules)
         return self.mlp(product(attended, self.o_proj, residual=x)), keys, values
+
+    def is_launches(self, where: str, x: mx.array, keys: mx.array) -> bool:
+        """Whether `__call__` is nothing but launches of kernels on back end `where`."""
+        routed_by = self.mlp.router if isinstance(self.mlp, FusedExperts) else self.qkv
+        packed = isinstance(routed_by, QuantizedLinear)
+        return where in BACKENDS and keys.dtype == x.dtype and packed
 
     def over_packed(self, x: mx.array, cache: PackedKV, length: mx.array) -> mx.array:
         """The next residual stream over a packed cache, prepared for this pass."""
@@ -223,6 +230,7 @@ class FusedDecode:
         self.fused = fused
         self.rows = kernels.fused_rows
         self.compiled = kernels.compiled and None not in fused
+        self._counters = counters() if kernels.chained else None
         self.count = sum(layer is not None for layer in fused)
         """Layers that are fused."""
         routed_by = [layer.mlp for layer in fused if layer and isinstance(layer.mlp, FusedExperts)]
@@ -261,7 +269,9 @@ class FusedDecode:
                 x = fused.over_packed(x, cache, states.length())
             else:
                 keys, values = cache.arrays()
-                x, *buffers = fused(x, keys, values, states.length(), states.windows[i])
+                x, *buffers = run_layer(
+                    fused, x, keys, values, states.length(), states.windows[i], self._counters
+                )
                 cache.put(*buffers)
                 del keys, values, buffers
             if after_layer is not None:
@@ -280,7 +290,9 @@ class FusedDecode:
         assert windows is not None
         run = self._traced.get(windows)
         if run is None:
-            run = self._traced[windows] = mx.compile(traceable(self.fused, windows))
+            run = self._traced[windows] = mx.compile(
+                traceable(self.fused, windows, self._counters)
+            )
         x, following, written = run(x, states.length_words(), states.arrays())
         states.follow(following)
         if written:
@@ -289,11 +301,30 @@ class FusedDecode:
         return x
 
 
+def run_layer(
+    layer: FusedLayer,
+    x: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    length: mx.array,
+    window: int | None,
+    count: mx.array | None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The layer's result, by one launch if there is a `count` and nothing else is in the way."""
+    where = backend(mx.default_device())
+    if count is None or not layer.is_launches(where, x, keys):
+        return layer(x, keys, values, length, window)
+    x = as_one(where, count, lambda: layer(x, keys, values, length, window)[0])
+    return x, keys, values
+
+
 def traceable(
-    layers: Sequence[FusedLayer | None], windows: tuple[int | None, ...]
+    layers: Sequence[FusedLayer | None],
+    windows: tuple[int | None, ...],
+    count: mx.array | None = None,
 ) -> Callable[..., tuple[mx.array, mx.array, list[mx.array]]]:
     """x [1, 1, H], length int32 [4], all buffers -> x, the next length, and the buffers if they are
-    new arrays. Refers to nothing that refers to it.
+    new arrays. With `count` each layer is one launch. Refers to nothing that refers to it.
     """
 
     def run(
@@ -304,7 +335,7 @@ def traceable(
         for i, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             assert layer is not None
             keys, values = buffers[2 * i : 2 * i + 2]
-            x, *stored = layer(x, keys, values, length, window)
+            x, *stored = run_layer(layer, x, keys, values, length, window, count)
             if stored[0] is not keys:
                 written += stored
         return x, words + 1, written

@@ -24,7 +24,7 @@ Buffer* arguments;
 
 namespace {
 
-enum State { READY, AT_SIMD, AT_BARRIER, DONE };
+enum State { READY, AT_SIMD, AT_BARRIER, AT_PART_BARRIER, DONE };
 
 struct Simdgroup {
   int waiting, done, op, line;
@@ -49,7 +49,7 @@ struct Fiber {
 };
 
 struct Shared {
-  int line;
+  int line, phase;
   const char* name;
   Buffer buffer;
   std::vector<unsigned char> memory;
@@ -62,9 +62,11 @@ std::vector<Simdgroup> simdgroups;
 std::vector<uint32_t> ready;
 std::vector<std::unique_ptr<Shared>> shared;
 std::vector<char*> stacks;
-int waiting, done, at_line, at_scope;
-const char* at_file;
+int done;
+// One for all threads, one for those that have work in a phase of a chain.
+struct Barrier { int waiting, line, scope; const char* file; } barriers[2];
 int64_t shared_bytes, most_shared, switches;
+int shared_phase, counted_phase;  // memory is carved anew in each phase
 jmp_buf scheduler, failure;
 uint64_t random_state;
 uint32_t seed;
@@ -199,17 +201,18 @@ void entry() {
   if (s.waiting)
     fail("thread returned while %d lane(s) of its simdgroup wait at %s:%d", s.waiting, s.file,
          s.line);
-  if (waiting)
-    fail("thread returned while %d thread(s) wait at the barrier %s:%d", waiting, at_file,
-         at_line);
+  for (const Barrier& b : barriers)
+    if (b.waiting)
+      fail("thread returned while %d thread(s) wait at the barrier %s:%d", b.waiting, b.file,
+           b.line);
   _longjmp(scheduler, 1);
 }
 
 void start_threads() {
   group.shared_epoch = group.device_epoch = 1;
-  waiting = done = 0;
+  barriers[0].waiting = barriers[1].waiting = done = 0;
   shared.clear();
-  shared_bytes = 0;
+  shared_bytes = shared_phase = counted_phase = 0;
   ready.clear();
   for (auto& s : simdgroups) {
     s.waiting = s.done = 0;
@@ -224,7 +227,7 @@ void start_threads() {
     f.stack = stacks[t];
     const uint3 p = {t % size.x, t / size.x % size.y, t / (size.x * size.y)};
     const uint3 g = {at.x * size.x + p.x, at.y * size.y + p.y, at.z * size.z + p.z};
-    f.thread = Thread{t, t % SIMD, t / SIMD, p, g, &f.simdgroup->epoch};
+    f.thread = Thread{t, t % SIMD, t / SIMD, p, g, &f.simdgroup->epoch, 0, 0};
     ready.push_back(group.threads - 1 - t);  // taken from the back: thread 0 first
   }
 }
@@ -236,7 +239,7 @@ void report_dead_lock() {
     if (f.state == DONE || shown++ >= 4) continue;
     char text[128];
     std::snprintf(text, sizeof text, " thread %u at %s %s:%d;", f.thread.id,
-                  f.state == AT_BARRIER ? "barrier" : "simd operation", f.file, f.line);
+                  f.state == AT_SIMD ? "simd operation" : "barrier", f.file, f.line);
     who += text;
   }
   fail("dead lock in threadgroup (%u,%u,%u): %u of %u threads never finish:%s", group.position.x,
@@ -323,11 +326,21 @@ void fail(const char* format, ...) {
   _longjmp(failure, 1);
 }
 
+void phase(int p) {
+  self->phase = p;
+  self->awaited = 0;
+  shared_phase = p;
+}
+
 Buffer* shared_buffer(int line, const char* name, int64_t count, int item) {
+  if (shared_phase != counted_phase) shared_bytes = 0;
+  counted_phase = shared_phase;
   for (auto& s : shared)
-    if (s->line == line && !std::strcmp(s->name, name)) return &s->buffer;
+    if (s->line == line && s->phase == shared_phase && !std::strcmp(s->name, name))
+      return &s->buffer;
   std::unique_ptr<Shared> s(new Shared);
   s->line = line;
+  s->phase = shared_phase;
   s->name = name;
   s->memory.assign(size_t(count * item + 16), 0xCD);
   s->shadow.assign(size_t(count), Shadow());
@@ -340,21 +353,23 @@ Buffer* shared_buffer(int line, const char* name, int64_t count, int item) {
   return &shared.back()->buffer;
 }
 
-void barrier(int scope, const char* file, int line) {
+void barrier(int scope, const char* file, int line, int threads) {
+  Barrier& b = barriers[threads > 0];
   if (done)
     fail("barrier (%s:%d) after %d thread(s) of the threadgroup returned", file, line, done);
-  if (waiting && (at_line != line || at_file != file || at_scope != scope))
-    fail("divergent barrier: this thread is at %s:%d, others wait at %s:%d", file, line, at_file,
-         at_line);
-  at_line = line;
-  at_file = file;
-  at_scope = scope;
-  if (++waiting < int(group.threads)) return wait_at(AT_BARRIER, file, line);
-  waiting = 0;
+  if (b.waiting && (b.line != line || b.file != file || b.scope != scope))
+    fail("divergent barrier: this thread is at %s:%d, others wait at %s:%d", file, line, b.file,
+         b.line);
+  b.line = line;
+  b.file = file;
+  b.scope = scope;
+  const State state = threads > 0 ? AT_PART_BARRIER : AT_BARRIER;
+  if (++b.waiting < (threads > 0 ? threads : int(group.threads))) return wait_at(state, file, line);
+  b.waiting = 0;
   if (scope & SCOPE_SHARED) group.shared_epoch++;
   if (scope & SCOPE_DEVICE) group.device_epoch++;
   for (auto& f : fibers)
-    if (f.state == AT_BARRIER) wake(f);
+    if (f.state == state) wake(f);
   if (seed) {
     wake(fiber());
     give_way();

@@ -44,6 +44,7 @@ struct Thread {
   uint id, lane, simdgroup;
   uint3 in_group, in_grid;
   uint32_t* simd_epoch;
+  int phase, awaited;  // of a chain of launches: the one this thread is in, and waited for
 };
 
 struct Group {
@@ -57,7 +58,8 @@ extern Buffer* arguments;
 
 __attribute__((noreturn, format(printf, 1, 2))) void fail(const char* format, ...);
 Buffer* shared_buffer(int line, const char* name, int64_t count, int item);
-void barrier(int scope, const char* file, int line);
+// Of `threads`, those of the lowest numbers; of all if 0.
+void barrier(int scope, const char* file, int line, int threads = 0);
 
 enum Op { SUM = 1, MAX, MIN, SHUFFLE, XOR, DOWN, SYNC };
 enum Type { FLOAT, INT, UINT };
@@ -97,6 +99,8 @@ static inline void on_read(Buffer& b, int64_t i) {
   Shadow& s = b.shadow[i];
   if (s.write.thread == NOBODY && !b.preset)
     fail("read of unwritten %s[%lld]", b.name, (long long)i);
+  if (b.kind == OUTPUT && self->awaited != self->phase && s.write.epoch != group.device_epoch)
+    fail("read of %s[%lld] before ts_await", b.name, (long long)i);
   if (s.write.thread != NOBODY && !ordered(s.write, b.kind))
     fail("race: read of %s[%lld], written by thread %u with no barrier between", b.name,
          (long long)i, s.write.thread - 1);
@@ -205,6 +209,27 @@ void store_vector(Ptr<T> p, Vector v) {
          (long long)p.offset);
   for (int64_t k = 0; k < count; k++) on_write(*p.b, p.offset + k);
   std::memcpy(p.b->data + p.offset * sizeof(T), &v, sizeof v);
+}
+
+// --- launches as phases of one ----------------------------------------------------------------
+
+// The first phase awaits nothing.
+void phase(int p);
+
+// Not a data race, so no shadow.
+static inline int* counter(Ptr<int> p) {
+  in_bounds(*p.b, p.offset, 1, "counter");
+  return reinterpret_cast<int*>(p.b->data) + p.offset;
+}
+static inline int atomic_add(Ptr<int> p, int n) {
+  int* at = counter(p);
+  *at += n;
+  return *at - n;
+}
+static inline void wait_for(Ptr<int> p, int need) {
+  if (*counter(p) < need)
+    fail("waits for ever: %s[%lld] is %d of %d", p.b->name, (long long)p.offset, *counter(p), need);
+  self->awaited = self->phase;
 }
 
 template <class T> struct TypeOf;

@@ -25,6 +25,7 @@
     emu::shared_buffer(__LINE__, #name, (n), int(sizeof(T))), 0                      \
   }
 
+#define ts_await() ((void)0)
 #define ts_barrier() emu::barrier(emu::SCOPE_SHARED, __FILE__, __LINE__)
 #define ts_barrier_device() \
   emu::barrier(emu::SCOPE_SHARED | emu::SCOPE_DEVICE, __FILE__, __LINE__)
@@ -35,6 +36,18 @@
 #define ts_shuffle(v, lane) emu::simd_of(emu::SHUFFLE, (v), int(lane), __FILE__, __LINE__)
 #define ts_shuffle_xor(v, mask) emu::simd_of(emu::XOR, (v), int(mask), __FILE__, __LINE__)
 #define ts_shuffle_down(v, by) emu::simd_of(emu::DOWN, (v), int(by), __FILE__, __LINE__)
+
+// Launches as phases of one.
+#define TS_POOL(n) TS_SHARED(int, ts_ticket_s, 1)
+#define TS_PHASE(p) emu::phase(p)
+#define TS_CARVED(T, name, n)                                                        \
+  emu::Ptr<T> name {                                                                 \
+    emu::shared_buffer(__LINE__, #name, (n), int(sizeof(T))), 0                      \
+  }
+#define ts_barrier_of(n) emu::barrier(emu::SCOPE_SHARED, __FILE__, __LINE__, (n))
+inline int ts_take(emu::Ptr<int> count) { return emu::atomic_add(count, 1); }
+inline void ts_signal(emu::Ptr<int> count) { emu::atomic_add(count, 1); }
+inline void ts_wait_for(emu::Ptr<int> count, int need) { emu::wait_for(count, need); }
 
 inline float ts_exp(float x) { return std::exp(x); }
 inline float ts_fast_exp(float x) { return std::exp2(x * 1.44269504f); }
@@ -92,6 +105,8 @@ inline void ts_load8(emu::Ptr<const uint8_t> p, float* v) {
 template <class T> emu::Ptr<typename std::remove_const<T>::type> ts_writable(emu::Ptr<T> p) {
   return emu::Ptr<typename std::remove_const<T>::type>{p.b, p.offset};
 }
+template <class T> emu::Ptr<const T> ts_readable(emu::Ptr<T> p) { return p; }
+inline uint3 ts_u3(int x, int y, int z) { return uint3{uint(x), uint(y), uint(z)}; }
 
 template <class T> struct emu_is_bfloat { enum { value = std::is_same<T, emu_bfloat>::value }; };
 #define ts_mma(T, d, a, b) \

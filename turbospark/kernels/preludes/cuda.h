@@ -27,6 +27,8 @@ TS_FN uint ts_linear_tid() {
 #define simdgroup_index_in_threadgroup (ts_linear_tid() >> 5)
 #define simdgroups_per_threadgroup ((blockDim.x * blockDim.y * blockDim.z) >> 5)
 
+// Where a body has its weights at hand and goes on to what other launches computed.
+#define ts_await() ((void)0)
 #define ts_barrier() __syncthreads()
 #define ts_barrier_device() __syncthreads()
 #define ts_simd_barrier() __syncwarp()
@@ -139,6 +141,7 @@ TS_FN void ts_load8(const uint8_t* p, float* v) {
 }
 // A pointer for writing into an input that the kernel declares as updated in place.
 template <typename T> TS_FN T* ts_writable(const T* p) { return const_cast<T*>(p); }
+template <typename T> TS_FN const T* ts_readable(T* p) { return p; }
 
 // D += A B on the matrix unit: A [16, 16] and B [16, 8] of T, D [16, 8] float, all in registers.
 // Lane 4 g + t holds, as pairs of neighbouring k: a = rows g, g + 8 at k 2t, then at k 2t + 8;
@@ -203,4 +206,37 @@ template <> TS_FN float ts_high<__half>(uint w) {
 }
 TS_FN void ts_store_u32x4(uint* p, uint a, uint b, uint c, uint d) {
   *reinterpret_cast<uint4*>(p) = make_uint4(a, b, c, d);
+}
+
+// --- launches as phases of one (chain.py) ---
+#define TS_POOL(n)                                      \
+  __shared__ __align__(16) unsigned char ts_pool[n];    \
+  constexpr uint ts_pool_size = n;                      \
+  __shared__ int ts_ticket_s[1]
+#define TS_PHASE(p) uint ts_used = 0u
+#define TS_CARVED(T, name, n) T* name = ts_carve<T>(ts_pool, ts_used, ts_pool_size, uint(n))
+template <typename T>
+TS_FN T* ts_carve(unsigned char* pool, uint& used, uint size, uint n) {
+  T* at = reinterpret_cast<T*>(pool + used);
+  used += (n * uint(sizeof(T)) + 15u) / 16u * 16u;
+  if (used > size) __trap();  // known when compiled
+  return at;
+}
+// The first `threads` threads.
+#define ts_barrier_of(threads) asm volatile("bar.sync 1, %0;" ::"n"(threads) : "memory")
+TS_FN int ts_take(int* count) { return atomicAdd(count, 1); }
+// One thread, after a barrier: what the threadgroup wrote is there for who waits for the count.
+TS_FN void ts_signal(int* count) {
+  __threadfence();
+  atomicAdd(count, 1);
+}
+// A simdgroup, until `need` have signalled.
+TS_FN void ts_wait_for(const int* count, int need) {
+  if ((ts_linear_tid() & 31u) == 0u) {
+    int now;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
+    } while (now < need);
+  }
+  __syncwarp();
 }

@@ -10,6 +10,8 @@
 #define TS_THREAD thread
 #define TS_UNROLL _Pragma("clang loop unroll(full)")
 
+// Where a body has its weights at hand and goes on to what other launches computed.
+#define ts_await() ((void)0)
 #define ts_barrier() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define ts_barrier_device() \
   threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device)

@@ -1,0 +1,237 @@
+"""Several launches as one: on CUDA each launch costs the host more than the device.
+
+Each launch becomes a phase. Threadgroups draw tickets in order, one for each threadgroup that the
+phases would have had; who draws a ticket of the next phase waits until all of the last phase's have
+signalled. No ticket depends on a later one, so that it ends however few threadgroups run at once.
+
+Knows plans and their texts. Does not know what they compute. Metal is left out: its threadgroups
+need not see each other's writes before a launch ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from turbospark.kernels.shorten import joined
+from turbospark.kernels.source import TYPES, Kernel, Plan, in_own_memory, recorder
+
+POOL = 33 << 10
+"""Bytes of shared memory for the phase that takes most."""
+
+GROUPS = 528
+"""Threadgroups of a launch: four for each of an H200's 132 processors."""
+
+ALIGNED = 64
+"""Elements at whose multiples intermediates begin."""
+
+MOST_PHASES = 14
+"""So many counters there are."""
+
+HEADER = """
+#undef threadgroup_position_in_grid
+#define threadgroup_position_in_grid (ts_group)
+#undef ts_await
+#define ts_await() \\
+  if (!ts_ready) { \\
+    ts_wait_for(ts_count + ts_before, ts_need); \\
+    ts_ready = true; \\
+  }
+#undef ts_barrier
+#define ts_barrier() ts_barrier_of(ts_threads)
+#undef TS_SHARED
+#define TS_SHARED(T, name, n) TS_CARVED(T, name, n)
+"""
+
+
+def counters() -> mx.array:
+    """int32 [16] for all launches of one stream: tickets, leavers, and who signalled each phase.
+
+    Zeros between launches.
+    """
+    return in_own_memory([0] * (MOST_PHASES - 1), mx.int32)
+
+
+class Pending:
+    """What a launch that was recorded will compute."""
+
+    def __init__(self, of: tuple[int, int], shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+        self.of, self.shape, self.dtype = of, shape, dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def reshape(self, shape: tuple[int, ...]) -> Pending:
+        """The same elements in another shape."""
+        return Pending(self.of, shape, self.dtype)
+
+
+class Source(NamedTuple):
+    """Where an input of a phase comes from: argument `index`, or output `index` of `phase`."""
+
+    index: int
+    phase: int = -1
+
+
+class Phase(NamedTuple):
+    """A plan and where its inputs come from."""
+
+    plan: Plan
+    sources: tuple[Source, ...]
+
+
+class Recording:
+    """Launches in order, and the arrays they read."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.arrays: dict[int, mx.array] = {}
+        self._index: dict[int, int] = {}
+
+    def add(self, plan: Plan, inputs: list[Any]) -> list[Any]:
+        """What stands for the launch's outputs."""
+        self.phases.append(Phase(plan, tuple(self._source(a) for a in inputs)))
+        at = len(self.phases) - 1
+        return [Pending((at, i), shape, dtype) for i, (shape, dtype) in enumerate(plan.outputs)]
+
+    def _source(self, a: mx.array | Pending) -> Source:
+        if isinstance(a, Pending):
+            return Source(a.of[1], a.of[0])
+        index = self._index.setdefault(id(a), len(self.arrays))
+        self.arrays[index] = a
+        return Source(index)
+
+
+def as_one(backend: str, count: mx.array, steps: Callable[[], Any]) -> mx.array:
+    """The array that `steps` makes of nothing but launches, these as one; `count`: `counters`."""
+    recording = Recording()
+    token = recorder.set(recording)
+    try:
+        last: Pending = steps()
+    finally:
+        recorder.reset(token)
+    plan = chained(_Phases(recording.phases), last.of, last.shape)
+    return plan.run(backend, [*recording.arrays.values(), count])[0]
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+class _Phases(tuple[Phase, ...]):
+    """Phases that are the same if their plans are the same objects."""
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple((id(p.plan), p.sources) for p in self)
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Phases) and self._key() == other._key()
+
+
+@lru_cache(maxsize=256)
+def chained(phases: _Phases, last: tuple[int, int], shape: tuple[int, ...]) -> Plan:
+    """The launches as one plan, whose first output is output `last`."""
+    threads = max(p.plan.threads for p in phases)
+    layout = _Layout(phases, last)
+    arguments = 1 + max(s.index for p in phases for s in p.sources if s.phase < 0)
+    body = [_BEGIN, *(_phase(phases, i, layout) for i in range(len(phases))), _END]
+    template: dict[str, Any] = {
+        "TS_ITEMS": sum(math.prod(p.plan.groups) for p in phases),
+        "TS_GROUPS": GROUPS,
+        "TS_COUNTERS": 2 + len(phases),
+        "TS_POOL_BYTES": POOL,
+    }
+    updated = {
+        s.index
+        for p in phases
+        for s, name in zip(p.sources, p.plan.kernel.inputs, strict=True)
+        if name in p.plan.kernel.updates
+    }
+    kernel = Kernel(
+        "chain",
+        (*(f"a{i}" for i in range(arguments)), "counters"),
+        ("ts_y", *layout.names),
+        "".join(body),
+        joined(p.plan.kernel.header for p in phases) + HEADER,
+        updates=(*(f"a{i}" for i in sorted(updated)), "counters"),
+        partial=layout.names,
+    )
+    dtype = phases[last[0]].plan.outputs[last[1]][1]
+    outputs = ((shape, dtype), *layout.outputs)
+    return Plan(kernel, template, (GROUPS, 1, 1), threads, outputs)
+
+
+class _Layout:
+    """Where intermediates lie: those of one dtype in one output."""
+
+    def __init__(self, phases: Sequence[Phase], last: tuple[int, int]) -> None:
+        self.texts: dict[tuple[int, int], str] = {last: "ts_y"}
+        used: dict[mx.Dtype, int] = {}
+        for i, phase in enumerate(phases):
+            for j, (shape, dtype) in enumerate(phase.plan.outputs):
+                if (i, j) != last:
+                    at = used.get(dtype, 0)
+                    self.texts[i, j] = f"{_scratch(dtype)} + {at}"
+                    used[dtype] = at + -(-math.prod(shape) // ALIGNED) * ALIGNED
+        self.names = tuple(map(_scratch, used))
+        self.outputs = tuple(((size,), dtype) for dtype, size in used.items())
+
+
+def _scratch(dtype: mx.Dtype) -> str:
+    return f"ts_s_{TYPES[dtype]}"
+
+
+_BEGIN = """
+  TS_POOL(TS_POOL_BYTES);
+  const int ts_tid = int(thread_index_in_threadgroup);
+  auto ts_count = ts_writable(counters);
+  int ts_next = 0;
+  if (ts_tid == 0) ts_next = ts_take(ts_count);
+  for (;;) {
+    if (ts_tid == 0) ts_ticket_s[0] = ts_next;
+    ts_barrier_device();
+    const int ts_item = ts_ticket_s[0];
+    if (ts_item >= TS_ITEMS) break;
+    if (ts_tid == 0) ts_next = ts_take(ts_count);
+    int ts_done = 0;
+"""
+
+_END = """
+    ts_barrier_device();
+    if (ts_tid == 0) ts_signal(ts_count + ts_done);
+  }
+  // Nobody counts any more when the last one leaves.
+  if (ts_tid == 0 && ts_take(ts_count + 1) == TS_GROUPS - 1)
+    for (int i = 0; i < TS_COUNTERS; i++) ts_count[i] = 0;
+"""
+
+
+def _phase(phases: Sequence[Phase], i: int, layout: _Layout) -> str:
+    """Phase i as text: its tickets, arguments by their own names, constants and body."""
+    plan, sources = phases[i]
+    kernel = plan.kernel
+    before = [math.prod(p.plan.groups) for p in phases[:i]]
+    items, (x, y, _) = math.prod(plan.groups), plan.groups
+    lines = [f"if (ts_item >= {sum(before)} && ts_item < {sum(before) + items}) {{"]
+    lines += [f"const int ts_at = ts_item - {sum(before)};", f"ts_done = {2 + i};"]
+    lines += [f"const uint3 ts_group = ts_u3(ts_at % {x}, ts_at / {x} % {y}, ts_at / {x * y});"]
+    lines += [f"bool ts_ready = {'false' if i else 'true'};", f"constexpr int ts_before = {1 + i};"]
+    lines += [f"constexpr int ts_need = {before[-1] if i else 0};", f"TS_PHASE({i});"]
+    for name, source in zip(kernel.inputs, sources, strict=True):
+        text = f"a{source.index}"
+        if source.phase >= 0:
+            text = f"ts_readable({layout.texts[source.phase, source.index]})"
+        lines += [f"auto {name} = {text};"]
+    lines += [f"auto {name} = {layout.texts[i, j]};" for j, name in enumerate(kernel.outputs)]
+    lines += [plan.constants]
+    lines += [f"constexpr int ts_threads = {plan.threads};", "if (ts_tid < ts_threads) {"]
+    lines += [kernel.body if "ts_await" in kernel.body else "ts_await();\n" + kernel.body, "}}"]
+    return "\n".join(lines) + "\n"
