@@ -305,7 +305,7 @@ BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
     "partial: offsets of 32 bits": (
         partial, "keys + int64_t(kv) * capacity * D + dim", "keys + kv * capacity + dim",
     ),
-    "combine: splits that wrote nothing": (combine, "if (w > 0.0f) value", "value"),
+    "combine: splits that wrote nothing": (combine, "if (w[i] > 0.0f) v", "value"),
     "combine: only 32 splits": (combine, "k0 < splits; k0 += 32", "k0 < 32; k0 += 32"),
     "combine: sink forgotten": (combine, "if (SINKS) total +=", "if (!SINKS) total +="),
     "gate and up: unused slot": (gate_up, "slot < 0 ? 0.0f : value", "value"),
@@ -373,7 +373,7 @@ BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
         encode_values, "norm * numbers[0] / ts_max(along", "norm / ts_max(numbers[0]",
     ),
     "router: the higher index wins ties": (best, "left[i] > best", "left[i] >= best"),
-    "router: the chosen one stays": (best, "left[i] = -3e30f", "left[i] = left[i]"),
+    "router: the chosen one stays": (best, "== id) left[i] = 0u", "== id) left[i] = left[i]"),
     "likeliest: infinity passes": (shares, "<= 3.4028235e38f)) bad", ">= 0.0f)) bad"),
     "likeliest: the last of equals": (shares, "v > value || id", "v >= value || id"),
     "likeliest: no barrier": (shares, "  ts_barrier();\n", ""),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from turbospark.kernels.shorten import joined
-from turbospark.kernels.source import TYPES, Kernel, Plan, in_own_memory, recorder
+from turbospark.kernels.source import TYPES, Kernel, Plan, recorder
 
 POOL = 33 << 10
 """Bytes of shared memory for the phase that takes most."""
@@ -31,7 +31,10 @@ ALIGNED = 64
 """Elements at whose multiples intermediates begin."""
 
 MOST_PHASES = 14
-"""So many counters there are."""
+"""So many have counters."""
+
+LINE = 32
+"""Words between two counters: who waits for one must not be in the way of another."""
 
 HEADER = """
 #undef threadgroup_position_in_grid
@@ -41,6 +44,7 @@ HEADER = """
   if (!ts_ready) { \\
     ts_wait_for(ts_count + ts_before, ts_need); \\
     ts_ready = true; \\
+    if (ts_tid == 0) ts_next = ts_take(ts_count); \\
   }
 #undef ts_barrier
 #define ts_barrier() ts_barrier_of(ts_threads)
@@ -50,11 +54,11 @@ HEADER = """
 
 
 def counters() -> mx.array:
-    """int32 [16] for all launches of one stream: tickets, leavers, and who signalled each phase.
+    """int32 zeros for all launches of one stream: tickets, leavers, and tickets done of each phase.
 
-    Zeros between launches.
+    Zeros again after each launch.
     """
-    return in_own_memory([0] * (MOST_PHASES - 1), mx.int32)
+    return mx.array([0] * (2 + MOST_PHASES) * LINE, dtype=mx.int32)
 
 
 class Pending:
@@ -147,6 +151,7 @@ def chained(phases: _Phases, last: tuple[int, int], shape: tuple[int, ...]) -> P
         "TS_ITEMS": sum(math.prod(p.plan.groups) for p in phases),
         "TS_GROUPS": GROUPS,
         "TS_COUNTERS": 2 + len(phases),
+        "TS_LINE": LINE,
         "TS_POOL_BYTES": POOL,
     }
     updated = {
@@ -189,28 +194,36 @@ def _scratch(dtype: mx.Dtype) -> str:
     return f"ts_s_{TYPES[dtype]}"
 
 
+# A threadgroup draws its next ticket while it works on one: not while it waits, or it would hold
+# two that others could work on. So it knows where its phase ends, and signals once, for all its
+# tickets of a phase.
 _BEGIN = """
   TS_POOL(TS_POOL_BYTES);
   const int ts_tid = int(thread_index_in_threadgroup);
   auto ts_count = ts_writable(counters);
-  int ts_next = 0;
-  if (ts_tid == 0) ts_next = ts_take(ts_count);
-  for (;;) {
-    if (ts_tid == 0) ts_ticket_s[0] = ts_next;
-    ts_barrier_device();
-    const int ts_item = ts_ticket_s[0];
-    if (ts_item >= TS_ITEMS) break;
-    if (ts_tid == 0) ts_next = ts_take(ts_count);
+  int ts_mine = 0;
+  int ts_turn = 0;
+  if (ts_tid == 0) ts_ticket_s[0] = ts_take(ts_count);
+  ts_barrier_device();
+  for (int ts_item = ts_ticket_s[0]; ts_item < TS_ITEMS; ts_item = ts_ticket_s[ts_turn]) {
+    int ts_next = 0;
+    int ts_end = 0;
     int ts_done = 0;
+    ts_turn = 1 - ts_turn;
 """
 
 _END = """
+    if (ts_tid == 0) ts_ticket_s[ts_turn] = ts_next;
+    ts_mine++;
     ts_barrier_device();
-    if (ts_tid == 0) ts_signal(ts_count + ts_done);
+    if (ts_tid == 0 && ts_next >= ts_end) {
+      ts_signal(ts_count + ts_done, ts_mine);
+      ts_mine = 0;
+    }
   }
   // Nobody counts any more when the last one leaves.
-  if (ts_tid == 0 && ts_take(ts_count + 1) == TS_GROUPS - 1)
-    for (int i = 0; i < TS_COUNTERS; i++) ts_count[i] = 0;
+  if (ts_tid == 0 && ts_take(ts_count + TS_LINE) == TS_GROUPS - 1)
+    for (int i = 0; i < TS_COUNTERS; i++) ts_count[i * TS_LINE] = 0;
 """
 
 
@@ -221,9 +234,10 @@ def _phase(phases: Sequence[Phase], i: int, layout: _Layout) -> str:
     before = [math.prod(p.plan.groups) for p in phases[:i]]
     items, (x, y, _) = math.prod(plan.groups), plan.groups
     lines = [f"if (ts_item >= {sum(before)} && ts_item < {sum(before) + items}) {{"]
-    lines += [f"const int ts_at = ts_item - {sum(before)};", f"ts_done = {2 + i};"]
+    lines += [f"const int ts_at = ts_item - {sum(before)};", f"ts_done = {2 + i} * TS_LINE;"]
+    lines += [f"ts_end = {sum(before) + items};"]
     lines += [f"const uint3 ts_group = ts_u3(ts_at % {x}, ts_at / {x} % {y}, ts_at / {x * y});"]
-    lines += [f"bool ts_ready = {'false' if i else 'true'};", f"constexpr int ts_before = {1 + i};"]
+    lines += [f"bool ts_ready = {'false' if i else 'true'};", f"constexpr int ts_before = {1 + i} * TS_LINE;"]
     lines += [f"constexpr int ts_need = {before[-1] if i else 0};", f"TS_PHASE({i});"]
     for name, source in zip(kernel.inputs, sources, strict=True):
         text = f"a{source.index}"
@@ -231,6 +245,7 @@ def _phase(phases: Sequence[Phase], i: int, layout: _Layout) -> str:
             text = f"ts_readable({layout.texts[source.phase, source.index]})"
         lines += [f"auto {name} = {text};"]
     lines += [f"auto {name} = {layout.texts[i, j]};" for j, name in enumerate(kernel.outputs)]
+    lines += ["if (ts_tid == 0) ts_next = ts_take(ts_count);"] if i == 0 else []
     lines += [plan.constants]
     lines += [f"constexpr int ts_threads = {plan.threads};", "if (ts_tid < ts_threads) {"]
     lines += [kernel.body if "ts_await" in kernel.body else "ts_await();\n" + kernel.body, "}}"]

@@ -154,11 +154,13 @@ ACCUMULATE = r"""
   // Rows that a simdgroup read at once, then the simdgroups.
   TS_UNROLL
   for (int mask = TURN_BIT; mask < 32; mask <<= 1) sum += ts_shuffle_xor(sum, mask);
-  for (int g = 0; g < GQ; g++) {
-    for (int j = 0; j < 8; j++) {
-      TS_UNROLL
-      for (int mask = LANES; mask < 32; mask <<= 1) acc[g][j] += ts_shuffle_xor(acc[g][j], mask);
-      if (lane < LANES) acc_s[(sg * GQ + g) * D + dim + j] = acc[g][j];
+  if (begin < stop) {
+    for (int g = 0; g < GQ; g++) {
+      for (int j = 0; j < 8; j++) {
+        TS_UNROLL
+        for (int mask = LANES; mask < 32; mask <<= 1) acc[g][j] += ts_shuffle_xor(acc[g][j], mask);
+        if (lane < LANES) acc_s[(sg * GQ + g) * D + dim + j] = acc[g][j];
+      }
     }
   }
   if (lane < TURN_BIT && lane % SAME == 0) {
@@ -175,7 +177,7 @@ ACCUMULATE = r"""
     for (int k = 0; k < SG; k++) {
       const float f = ts_fast_exp(max_s[k * GP + g] - all);
       total = ts_fma(f, sum_s[k * GP + g], total);
-      value = ts_fma(f, acc_s[(k * GQ + g) * D + i % D], value);
+      if (begin < stop) value = ts_fma(f, acc_s[(k * GQ + g) * D + i % D], value);
     }
     if (q0 + g < NQ) {
       const int64_t at = int64_t(query0 + g) * splits + split;
@@ -287,10 +289,17 @@ WEIGH = r"""
       f = ts_fast_exp(ml_q[2 * k] - all);
       total = ts_fma(f, ml_q[2 * k + 1], total);
     }
-    for (int i = 0; i < ts_min(32, splits - k0); i++) {
-      // Splits without keys wrote no values.
-      const float w = ts_shuffle(f, i);
-      if (w > 0.0f) value = ts_fma(w, o_q[(k0 + i) * D + d], value);
+    for (int i0 = 0; i0 < ts_min(32, splits - k0); i0 += 8) {
+      float w[8], v[8];
+      TS_UNROLL
+      for (int i = 0; i < 8; i++) {
+        w[i] = ts_shuffle(f, i0 + i);
+        // Splits without keys wrote no values.
+        v[i] = 0.0f;
+        if (w[i] > 0.0f) v[i] = o_q[(k0 + i0 + i) * D + d];
+      }
+      TS_UNROLL
+      for (int i = 0; i < 8; i++) value = ts_fma(w[i], v[i], value);
     }
   }
   total = ts_simd_sum(total);

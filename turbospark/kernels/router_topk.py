@@ -44,32 +44,47 @@ def router_topk_reference(
 
 # --- kernel ---------------------------------------------------------------------------------------
 
+HEADER = r"""
+// Numbers in the order of the floats, the same for both zeros; 0 for a NaN.
+TS_FN uint ts_order(float v) {
+  const uint bits = ts_as_uint(v) == 0x80000000u ? 0u : ts_as_uint(v);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0u;
+  return (bits >> 31) > 0u ? ~bits : bits | 0x80000000u;
+}
+TS_FN float ts_of_order(uint order) {
+  return ts_as_float((order >> 31) > 0u ? order & 0x7fffffffu : ~order);
+}
+"""
+
 # One simdgroup per token. A lane holds logits lane, lane + 32, ...: each of k rounds takes the
-# largest left, by value and then by index.
+# largest left, by value and then by index. Integers, because a GPU finds the largest of those of a
+# simdgroup in one operation.
 BODY = r"""
   constexpr int EACH = (E + 31) / 32;
   const int lane = int(thread_index_in_simdgroup);
   const int token = int(threadgroup_position_in_grid.x);
-  float left[EACH];
-  float top = -1e30f;
+  uint left[EACH];
+  uint first = 0u;
+  float values[EACH];
   TS_UNROLL
   for (int i = 0; i < EACH; i++) {
     const int e = i * 32 + lane;
-    left[i] = e < E ? float(logits[token * E + e]) : -1e30f;
-    top = ts_max(top, left[i]);
+    values[i] = float(logits[token * E + ts_min(e, E - 1)]);
+    left[i] = e < E ? ts_order(values[i]) : 0u;
+    first = ts_max(first, left[i]);
   }
-  top = ts_simd_max(top);
+  const float top = ts_of_order(ts_simd_max(first));
   float total = 0.0f;
   TS_UNROLL
   for (int i = 0; i < EACH; i++)
-    if (i * 32 + lane < E) total += ts_exp(left[i] - top);
+    if (i * 32 + lane < E) total += ts_exp(values[i] - top);
   total = ts_simd_sum(total);
 
   float mine = 0.0f;
   float chosen = 0.0f;
   int my_id = 0;
   for (int rank = 0; rank < K; rank++) {
-    float best = -2e30f;
+    uint best = 0u;
     int best_id = E - 1;
     TS_UNROLL
     for (int i = 0; i < EACH; i++) {
@@ -78,13 +93,13 @@ BODY = r"""
         best_id = i * 32 + lane;
       }
     }
-    const float largest = ts_simd_max(best);
+    const uint largest = ts_simd_max(best);
     // A NaN is never larger: ids stay in range, and the weights are NaN.
-    const int id = ts_min(ts_simd_min(best == largest ? best_id : 2 * E), E - 1);
+    const int id = ts_simd_min(best == largest ? best_id : E - 1);
     TS_UNROLL
     for (int i = 0; i < EACH; i++)
-      if (i * 32 + lane == id) left[i] = -3e30f;
-    const float weight = ts_exp(largest - top) / total;
+      if (i * 32 + lane == id) left[i] = 0u;
+    const float weight = ts_exp(ts_of_order(largest) - top) / total;
     chosen += weight;
     if (lane == rank) {
       mine = weight;
@@ -97,7 +112,7 @@ BODY = r"""
   }
 """
 
-KERNEL = Kernel("router_topk", ("logits", "scale"), ("ids", "weights"), BODY)
+KERNEL = Kernel("router_topk", ("logits", "scale"), ("ids", "weights"), BODY, HEADER)
 
 
 def launch(logits: mx.array, k: int, normalize: bool, scale: float) -> Launch:

@@ -226,7 +226,10 @@ static inline int atomic_add(Ptr<int> p, int n) {
   *at += n;
   return *at - n;
 }
+// Lets every other thread run that can.
+void after_others();
 static inline void wait_for(Ptr<int> p, int need) {
+  for (int turn = 0; turn < MAX_THREADS && *counter(p) < need; turn++) after_others();
   if (*counter(p) < need)
     fail("waits for ever: %s[%lld] is %d of %d", p.b->name, (long long)p.offset, *counter(p), need);
   self->awaited = self->phase;

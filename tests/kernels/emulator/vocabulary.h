@@ -38,7 +38,7 @@
 #define ts_shuffle_down(v, by) emu::simd_of(emu::DOWN, (v), int(by), __FILE__, __LINE__)
 
 // Launches as phases of one.
-#define TS_POOL(n) TS_SHARED(int, ts_ticket_s, 1)
+#define TS_POOL(n) TS_SHARED(int, ts_ticket_s, 2)
 #define TS_PHASE(p) emu::phase(p)
 #define TS_CARVED(T, name, n)                                                        \
   emu::Ptr<T> name {                                                                 \
@@ -46,7 +46,7 @@
   }
 #define ts_barrier_of(n) emu::barrier(emu::SCOPE_SHARED, __FILE__, __LINE__, (n))
 inline int ts_take(emu::Ptr<int> count) { return emu::atomic_add(count, 1); }
-inline void ts_signal(emu::Ptr<int> count) { emu::atomic_add(count, 1); }
+inline void ts_signal(emu::Ptr<int> count, int n) { emu::atomic_add(count, n); }
 inline void ts_wait_for(emu::Ptr<int> count, int need) { emu::wait_for(count, need); }
 
 inline float ts_exp(float x) { return std::exp(x); }

@@ -52,6 +52,9 @@ template <typename T> TS_FN T ts_simd_min(T v) {
   }
   return v;
 }
+TS_FN uint ts_simd_max(uint v) { return __reduce_max_sync(0xffffffffu, v); }
+TS_FN int ts_simd_max(int v) { return __reduce_max_sync(0xffffffffu, v); }
+TS_FN int ts_simd_min(int v) { return __reduce_min_sync(0xffffffffu, v); }
 template <typename T> TS_FN T ts_shuffle(T v, int lane) {
   return __shfl_sync(0xffffffffu, v, lane);
 }
@@ -212,7 +215,7 @@ TS_FN void ts_store_u32x4(uint* p, uint a, uint b, uint c, uint d) {
 #define TS_POOL(n)                                      \
   __shared__ __align__(16) unsigned char ts_pool[n];    \
   constexpr uint ts_pool_size = n;                      \
-  __shared__ int ts_ticket_s[1]
+  __shared__ int ts_ticket_s[2]
 #define TS_PHASE(p) uint ts_used = 0u
 #define TS_CARVED(T, name, n) T* name = ts_carve<T>(ts_pool, ts_used, ts_pool_size, uint(n))
 template <typename T>
@@ -226,9 +229,9 @@ TS_FN T* ts_carve(unsigned char* pool, uint& used, uint size, uint n) {
 #define ts_barrier_of(threads) asm volatile("bar.sync 1, %0;" ::"n"(threads) : "memory")
 TS_FN int ts_take(int* count) { return atomicAdd(count, 1); }
 // One thread, after a barrier: what the threadgroup wrote is there for who waits for the count.
-TS_FN void ts_signal(int* count) {
+TS_FN void ts_signal(int* count, int n) {
   __threadfence();
-  atomicAdd(count, 1);
+  atomicAdd(count, n);
 }
 // A simdgroup, until `need` have signalled.
 TS_FN void ts_wait_for(const int* count, int need) {
