@@ -305,7 +305,7 @@ BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
     "partial: offsets of 32 bits": (
         partial, "keys + int64_t(kv) * capacity * D + dim", "keys + kv * capacity + dim",
     ),
-    "combine: splits that wrote nothing": (combine, "if (w[i] > 0.0f) v", "value"),
+    "combine: splits that wrote nothing": (combine, "if (w[i] > 0.0f) v[i] =", "v[i] ="),
     "combine: only 32 splits": (combine, "k0 < splits; k0 += 32", "k0 < 32; k0 += 32"),
     "combine: sink forgotten": (combine, "if (SINKS) total +=", "if (!SINKS) total +="),
     "gate and up: unused slot": (gate_up, "slot < 0 ? 0.0f : value", "value"),
@@ -318,7 +318,7 @@ BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
     "down: chunk of another rank": (down, "chunk % EACH) * BITS", "chunk % (EACH - 1)) * BITS"),
     "down: unused slot's bias": (down, "slot < 0 ? 0.0f : float(weights", "float(weights"),
     "down matrix: rank forgotten": (
-        down_matrix, "float(weights[token * RANKS + rank]);\n    ts_simd", "1.0f;\n    ts_simd",
+        down_matrix, "float(weights[token * RANKS + rank]);\n    ts_await", "1.0f;\n    ts_await",
     ),
     "down matrix: no barrier between simdgroups": (
         down_matrix, "  ts_barrier();\n  for (int i = tid", "  for (int i = tid",

@@ -24,8 +24,8 @@ from turbospark.kernels.source import TYPES, Kernel, Plan, recorder
 POOL = 33 << 10
 """Bytes of shared memory for the phase that takes most."""
 
-GROUPS = 528
-"""Threadgroups of a launch: four for each of an H200's 132 processors."""
+GROUPS = 396
+"""Threadgroups of a launch: three for each of an H200's 132 processors."""
 
 ALIGNED = 64
 """Elements at whose multiples intermediates begin."""
@@ -39,10 +39,11 @@ LINE = 32
 HEADER = """
 #undef threadgroup_position_in_grid
 #define threadgroup_position_in_grid (ts_group)
+#define TS_WAIT(phase, need) ts_wait_for(ts_count + (2 + phase) * TS_LINE, need, phase)
 #undef ts_await
 #define ts_await() \\
   if (!ts_ready) { \\
-    ts_wait_for(ts_count + ts_before, ts_need); \\
+    TS_WAIT(ts_last, ts_need); \\
     ts_ready = true; \\
     if (ts_tid == 0) ts_next = ts_take(ts_count); \\
   }
@@ -189,6 +190,12 @@ class _Layout:
         self.names = tuple(map(_scratch, used))
         self.outputs = tuple(((size,), dtype) for dtype, size in used.items())
 
+    def text(self, source: Source) -> str:
+        """What a phase reads an input from."""
+        if source.phase < 0:
+            return f"a{source.index}"
+        return f"ts_readable({self.texts[source.phase, source.index]})"
+
 
 def _scratch(dtype: mx.Dtype) -> str:
     return f"ts_s_{TYPES[dtype]}"
@@ -230,23 +237,33 @@ _END = """
 def _phase(phases: Sequence[Phase], i: int, layout: _Layout) -> str:
     """Phase i as text: its tickets, arguments by their own names, constants and body."""
     plan, sources = phases[i]
-    kernel = plan.kernel
-    before = [math.prod(p.plan.groups) for p in phases[:i]]
-    items, (x, y, _) = math.prod(plan.groups), plan.groups
-    lines = [f"if (ts_item >= {sum(before)} && ts_item < {sum(before) + items}) {{"]
-    lines += [f"const int ts_at = ts_item - {sum(before)};", f"ts_done = {2 + i} * TS_LINE;"]
-    lines += [f"ts_end = {sum(before) + items};"]
-    lines += [f"const uint3 ts_group = ts_u3(ts_at % {x}, ts_at / {x} % {y}, ts_at / {x * y});"]
-    lines += [f"bool ts_ready = {'false' if i else 'true'};", f"constexpr int ts_before = {1 + i} * TS_LINE;"]
-    lines += [f"constexpr int ts_need = {before[-1] if i else 0};", f"TS_PHASE({i});"]
-    for name, source in zip(kernel.inputs, sources, strict=True):
-        text = f"a{source.index}"
-        if source.phase >= 0:
-            text = f"ts_readable({layout.texts[source.phase, source.index]})"
-        lines += [f"auto {name} = {text};"]
-    lines += [f"auto {name} = {layout.texts[i, j]};" for j, name in enumerate(kernel.outputs)]
-    lines += ["if (ts_tid == 0) ts_next = ts_take(ts_count);"] if i == 0 else []
-    lines += [plan.constants]
-    lines += [f"constexpr int ts_threads = {plan.threads};", "if (ts_tid < ts_threads) {"]
-    lines += [kernel.body if "ts_await" in kernel.body else "ts_await();\n" + kernel.body, "}}"]
-    return "\n".join(lines) + "\n"
+    kernel, (x, y, _) = plan.kernel, plan.groups
+    items = [math.prod(p.plan.groups) for p in phases]
+    first, end = sum(items[:i]), sum(items[: i + 1])
+    named = dict(zip(kernel.inputs, sources, strict=True))
+    early = max((named[name].phase for name in kernel.early), default=-1)
+    arguments = {name: layout.text(source) for name, source in named.items()}
+    arguments |= {name: layout.texts[i, j] for j, name in enumerate(kernel.outputs)}
+    return "\n".join(
+        [
+            f"if (ts_item >= {first} && ts_item < {end}) {{",
+            f"const int ts_at = ts_item - {first};",
+            f"const uint3 ts_group = ts_u3(ts_at % {x}, ts_at / {x} % {y}, ts_at / {x * y});",
+            f"constexpr int ts_last = {i - 1};",
+            f"constexpr int ts_need = {items[i - 1]};",
+            f"constexpr int ts_threads = {plan.threads};",
+            f"bool ts_ready = {str(i == 0).lower()};",
+            f"TS_PHASE({i});",
+            "" if i else "if (ts_tid == 0) ts_next = ts_take(ts_count);",
+            f"ts_done = {2 + i} * TS_LINE;",
+            f"ts_end = {end};",
+            *(f"auto {name} = {text};" for name, text in arguments.items()),
+            plan.constants,
+            "if (ts_tid < ts_threads) {",
+            f"TS_WAIT({early}, {items[early]});" if early >= 0 else "",
+            "" if "ts_await" in kernel.body else "ts_await();",
+            kernel.body,
+            "}}",
+            "",
+        ]
+    )

@@ -289,18 +289,17 @@ WEIGH = r"""
       f = ts_fast_exp(ml_q[2 * k] - all);
       total = ts_fma(f, ml_q[2 * k + 1], total);
     }
-    for (int i0 = 0; i0 < ts_min(32, splits - k0); i0 += 8) {
-      float w[8], v[8];
-      TS_UNROLL
-      for (int i = 0; i < 8; i++) {
-        w[i] = ts_shuffle(f, i0 + i);
-        // Splits without keys wrote no values.
-        v[i] = 0.0f;
-        if (w[i] > 0.0f) v[i] = o_q[(k0 + i0 + i) * D + d];
-      }
-      TS_UNROLL
-      for (int i = 0; i < 8; i++) value = ts_fma(w[i], v[i], value);
+    // All loads of a turn are on their way at once.
+    float w[32], v[32];
+    TS_UNROLL
+    for (int i = 0; i < 32; i++) {
+      w[i] = ts_shuffle(f, i);
+      // Splits without keys wrote no values.
+      v[i] = 0.0f;
+      if (w[i] > 0.0f) v[i] = o_q[(k0 + i) * D + d];
     }
+    TS_UNROLL
+    for (int i = 0; i < 32; i++) value = ts_fma(w[i], v[i], value);
   }
   total = ts_simd_sum(total);
   if (SINKS) total += ts_fast_exp(sink - all);

@@ -172,6 +172,7 @@ DOWN = r"""
     }
 
     const float share = float(weights[token * RANKS + rank]);
+    ts_await();
     ts_simd_barrier();
     for (int i0 = 0; i0 < U * OCTETS; i0 += 32) {
       const int i = i0 + lane;
@@ -188,6 +189,7 @@ DOWN = r"""
                                                   my_sum, lane, acc);
   }
 
+  ts_await();
   TS_UNROLL
   for (int i = 0; i < RT * 4; i += 2)
     if (lane % 4 == 0) part_s[sg * RT * 16 + i / 2 * 8 + lane / 4] = acc[i];
@@ -228,6 +230,7 @@ DOWN_KERNEL = Kernel(
     ("y",),
     DOWN,
     HEADER + tiles.HEADER,
+    early=("slots", "weights"),
 )
 
 

@@ -42,7 +42,8 @@ class Kernel:
 
     `updates` names inputs that the body writes in place through `ts_writable`. MLX does not know:
     whoever reads such an array afterwards must also depend on an output of the launch. `partial`
-    names outputs of which some elements may stay unwritten.
+    names outputs of which some elements may stay unwritten, `early` inputs that are read before
+    `ts_await`.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Kernel:
     header: str = ""
     updates: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
 
 
 class Recorder(Protocol):

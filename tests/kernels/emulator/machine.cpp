@@ -333,7 +333,7 @@ void after_others() {
 
 void phase(int p) {
   self->phase = p;
-  self->awaited = 0;
+  self->awaited = -1;
   shared_phase = p;
 }
 

@@ -26,8 +26,9 @@ enum Scope { SCOPE_SHARED = 1, SCOPE_DEVICE = 2 };
 // Instead of a thread: nobody, several simdgroups, or (with the simdgroup added) several lanes.
 static const uint32_t NOBODY = 0, SEVERAL = 0xffffffffu, LANES = 0x80000000u;
 
-// Who last touched an element: thread + 1, threadgroup, barrier epoch, simdgroup epoch.
-struct Access { uint32_t thread, group, epoch, simd_epoch; };
+// Who last touched an element: thread + 1, threadgroup, barrier epoch, simdgroup epoch, and of a
+// chain of launches the phase.
+struct Access { uint32_t thread, group, epoch, simd_epoch; int phase; };
 struct Shadow { Access write, read; };
 
 struct Buffer {
@@ -99,7 +100,7 @@ static inline void on_read(Buffer& b, int64_t i) {
   Shadow& s = b.shadow[i];
   if (s.write.thread == NOBODY && !b.preset)
     fail("read of unwritten %s[%lld]", b.name, (long long)i);
-  if (b.kind == OUTPUT && self->awaited != self->phase && s.write.epoch != group.device_epoch)
+  if (b.kind == OUTPUT && s.write.phase > self->awaited && s.write.phase != self->phase)
     fail("read of %s[%lld] before ts_await", b.name, (long long)i);
   if (s.write.thread != NOBODY && !ordered(s.write, b.kind))
     fail("race: read of %s[%lld], written by thread %u with no barrier between", b.name,
@@ -112,7 +113,7 @@ static inline void on_read(Buffer& b, int64_t i) {
     who = SEVERAL;
   else if (others && s.read.simd_epoch == *self->simd_epoch)
     who = LANES | self->simdgroup;
-  s.read = Access{who, group.linear, epoch, *self->simd_epoch};
+  s.read = Access{who, group.linear, epoch, *self->simd_epoch, self->phase};
 }
 
 static inline void on_write(Buffer& b, int64_t i) {
@@ -129,7 +130,8 @@ static inline void on_write(Buffer& b, int64_t i) {
     fail("race: write to %s[%lld], read by thread %u with no barrier between", b.name,
          (long long)i, s.read.thread - 1);
   }
-  s.write = Access{self->id + 1, group.linear, epoch_of(b.kind), *self->simd_epoch};
+  s.write = Access{self->id + 1, group.linear, epoch_of(b.kind), *self->simd_epoch,
+                   self->phase};
 }
 
 template <class T>
@@ -228,11 +230,11 @@ static inline int atomic_add(Ptr<int> p, int n) {
 }
 // Lets every other thread run that can.
 void after_others();
-static inline void wait_for(Ptr<int> p, int need) {
+static inline void wait_for(Ptr<int> p, int need, int phase) {
   for (int turn = 0; turn < MAX_THREADS && *counter(p) < need; turn++) after_others();
   if (*counter(p) < need)
     fail("waits for ever: %s[%lld] is %d of %d", p.b->name, (long long)p.offset, *counter(p), need);
-  self->awaited = self->phase;
+  if (phase > self->awaited) self->awaited = phase;
 }
 
 template <class T> struct TypeOf;

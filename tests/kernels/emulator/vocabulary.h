@@ -47,7 +47,9 @@
 #define ts_barrier_of(n) emu::barrier(emu::SCOPE_SHARED, __FILE__, __LINE__, (n))
 inline int ts_take(emu::Ptr<int> count) { return emu::atomic_add(count, 1); }
 inline void ts_signal(emu::Ptr<int> count, int n) { emu::atomic_add(count, n); }
-inline void ts_wait_for(emu::Ptr<int> count, int need) { emu::wait_for(count, need); }
+inline void ts_wait_for(emu::Ptr<int> count, int need, int phase) {
+  emu::wait_for(count, need, phase);
+}
 
 inline float ts_exp(float x) { return std::exp(x); }
 inline float ts_fast_exp(float x) { return std::exp2(x * 1.44269504f); }

@@ -233,8 +233,8 @@ TS_FN void ts_signal(int* count, int n) {
   __threadfence();
   atomicAdd(count, n);
 }
-// A simdgroup, until `need` have signalled.
-TS_FN void ts_wait_for(const int* count, int need) {
+// A simdgroup, until `need` have signalled the end of their part of `phase`.
+TS_FN void ts_wait_for(const int* count, int need, int phase) {
   if ((ts_linear_tid() & 31u) == 0u) {
     int now;
     do {
