@@ -332,7 +332,7 @@ def plan_down(
 
 def turn_of(groups: int, fmt: Quant, tuning: Tuning) -> int:
     """Groups a simdgroup takes per turn: a divisor of `groups` whose codes fit registers."""
-    for turn in (8, 4, 2):
+    for turn in (12, 8, 4, 2):
         words = tuning.tiles * 2 * turn * fmt.group_size * fmt.bits // 128
         if groups % turn == 0 and words <= CODE_WORDS:
             return turn
