@@ -97,9 +97,7 @@ def test_a_step_of_launches_gives_what_ordinary_layers_give(name: str, launched:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_as_one_launch_gives_what_its_launches_give(
-    name: str, launched: list[str]
-) -> None:
+def test_a_layer_as_one_launch_gives_what_its_launches_give(name: str, launched: list[str]) -> None:
     dtype, _, _ = CASES[name]
     config = {**config_of(name), **SIZES}
     kernels = replace(FUSED, fused_rows=1)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,6 +19,8 @@ import mlx.core as mx
 
 from turbospark.kernels.shorten import joined
 from turbospark.kernels.source import TYPES, Kernel, Plan, recorder
+
+BACKENDS = ("cuda",)
 
 POOL = 33 << 10
 """Bytes of shared memory for the phase that takes most."""
@@ -78,9 +79,9 @@ class Pending:
 
 
 class Source(NamedTuple):
-    """Where an input of a phase comes from: argument `index`, or output `index` of `phase`."""
+    """Where an input of a phase comes from: argument `number`, or output `number` of `phase`."""
 
-    index: int
+    number: int
     phase: int = -1
 
 
@@ -144,9 +145,10 @@ class _Phases(tuple[Phase, ...]):
 @lru_cache(maxsize=256)
 def chained(phases: _Phases, last: tuple[int, int], shape: tuple[int, ...]) -> Plan:
     """The launches as one plan, whose first output is output `last`."""
+    assert len(phases) <= MOST_PHASES
     threads = max(p.plan.threads for p in phases)
     layout = _Layout(phases, last)
-    arguments = 1 + max(s.index for p in phases for s in p.sources if s.phase < 0)
+    arguments = 1 + max(s.number for p in phases for s in p.sources if s.phase < 0)
     body = [_BEGIN, *(_phase(phases, i, layout) for i in range(len(phases))), _END]
     template: dict[str, Any] = {
         "TS_ITEMS": sum(math.prod(p.plan.groups) for p in phases),
@@ -156,7 +158,7 @@ def chained(phases: _Phases, last: tuple[int, int], shape: tuple[int, ...]) -> P
         "TS_POOL_BYTES": POOL,
     }
     updated = {
-        s.index
+        s.number
         for p in phases
         for s, name in zip(p.sources, p.plan.kernel.inputs, strict=True)
         if name in p.plan.kernel.updates
@@ -193,8 +195,8 @@ class _Layout:
     def text(self, source: Source) -> str:
         """What a phase reads an input from."""
         if source.phase < 0:
-            return f"a{source.index}"
-        return f"ts_readable({self.texts[source.phase, source.index]})"
+            return f"a{source.number}"
+        return f"ts_readable({self.texts[source.phase, source.number]})"
 
 
 def _scratch(dtype: mx.Dtype) -> str:

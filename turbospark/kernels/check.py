@@ -28,7 +28,8 @@ from turbospark.kernels import (
     qmv_matrix,
     qmv_scalar,
 )
-from turbospark.kernels.check_base import Check, floats, normal
+from turbospark.kernels.check_base import Check, Planes, dense, floats, nbytes, normal, packed
+from turbospark.kernels.check_chain import chain_checks
 from turbospark.kernels.check_packed import packed_checks
 from turbospark.kernels.choices import backend
 from turbospark.kernels.decode_attention import (
@@ -81,40 +82,6 @@ HEADING = (
     f"{'kernel':22} {'shape':34} {'dtype':9} {'error':>9} {'MLX error':>9} "
     f"{'us':>9} {'MLX us':>9} {'GB/s':>7}"
 )
-
-
-# --- inputs ---------------------------------------------------------------------------------------
-
-
-Planes = tuple[mx.array, mx.array, mx.array | None]
-
-
-def packed(shape: tuple[int, ...], fmt: Quant, dtype: mx.Dtype, seed: int) -> Planes:
-    """Random codes and companions of a matrix [..., rows, columns]."""
-    random = np.random.default_rng(seed)
-    words = random.integers(0, 1 << 32, (*shape[:-1], fmt.words(shape[-1])), dtype=np.uint64)
-    groups = (*shape[:-1], shape[-1] // fmt.group_size)
-    weight = mx.array(words.astype(np.uint32))
-    if fmt.mode != "affine":
-        return weight, mx.array(random.integers(116, 122, groups).astype(np.uint8)), None
-    scale = mx.array(random.uniform(0.5, 1.0, groups).astype(np.float32) / (1 << fmt.bits))
-    bias = mx.array(random.uniform(-0.6, -0.4, groups).astype(np.float32))
-    return weight, scale.astype(dtype), bias.astype(dtype)
-
-
-def dense(planes: Planes, fmt: Quant) -> np.ndarray:
-    """The values of packed planes in float64."""
-    weight, scales, biases = planes
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    size, bits = fmt.group_size, fmt.bits
-    values = mx.dequantize(weight, scales, biases, group_size=size, bits=bits, mode=fmt.mode)
-    return floats(values)
-
-
-def nbytes(planes: Planes) -> int:
-    """Bytes of packed planes."""
-    return sum(a.nbytes for a in planes if a is not None)
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -372,6 +339,7 @@ def _rope() -> Check:
 
 CHECKS = {
     ("qmv_matrix", "qmv_scalar"): qmv_checks,
+    ("chain",): chain_checks,
     ("decode_attention",): attention_checks,
     ("qsa",): sparse_checks,
     ("expert_matrix", "expert_scalar"): expert_checks,

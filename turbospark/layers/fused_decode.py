@@ -19,12 +19,12 @@ from turbospark.cache.state import LayerStates
 from turbospark.experts.base import ExpertStore
 from turbospark.experts.resident import ResidentExperts
 from turbospark.kernels import expert_mlp as routed
-from turbospark.kernels.chain import as_one, counters
+from turbospark.kernels.chain import BACKENDS, as_one, counters
 from turbospark.kernels.choices import Choices, backend
 from turbospark.kernels.decode_attention import HEAD_DIMS, Rules, decode_attention
 from turbospark.kernels.fused import Around, Parts
 from turbospark.kernels.qmv import plan, qmv
-from turbospark.kernels.rope_kv import BACKENDS, Heads, Turn, rope, rope_kv
+from turbospark.kernels.rope_kv import Heads, Turn, rope, rope_kv
 from turbospark.kernels.router_topk import router_topk
 from turbospark.layers.linear import AnyLinear, FusedLinear, QuantizedLinear
 from turbospark.layers.norm import RMSNorm
@@ -290,9 +290,7 @@ class FusedDecode:
         assert windows is not None
         run = self._traced.get(windows)
         if run is None:
-            run = self._traced[windows] = mx.compile(
-                traceable(self.fused, windows, self._counters)
-            )
+            run = self._traced[windows] = mx.compile(traceable(self.fused, windows, self._counters))
         x, following, written = run(x, states.length_words(), states.arrays())
         states.follow(following)
         if written:
