@@ -117,6 +117,11 @@ def test_the_model_is_listed_and_found_by_name(client: Any) -> None:
     [
         ({"temperature": -1}, "temperature=-1"),
         ({"top_p": "x"}, "top_p='x'"),
+        ({"top_p": 10**400}, "top_p=1000.* is not valid; works: a number > 0 and <= 1"),
+        (
+            {"messages": [{**HI[0], "x": json.loads("[" * 600 + "]" * 600)}]},
+            "messages is nested too deeply",
+        ),
         ({"temperature": 2.1}, "temperature=2.1 is not valid; works: 0..2"),
         ({"n": 2}, "n=2 is not supported; works: 1, or leave it out"),
         ({"logprobs": True}, "logprobs=True is not supported; works: False, or leave it out"),

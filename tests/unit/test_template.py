@@ -11,6 +11,7 @@ import pytest
 import tiny_tokenizers
 
 from turbospark.errors import ModelFormatError, OptionError, UnsupportedError
+from turbospark.text import template as template_module
 from turbospark.text.template import FALLBACKS, ChatTemplate
 from turbospark.text.tokenizer import Tokenizer
 
@@ -250,6 +251,36 @@ def test_a_template_can_neither_reach_python_nor_change_its_input(text):
     with suppress(OptionError):  # refused, or undefined and therefore empty
         assert render(text, messages) == ""
     assert messages == HI
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for i in range(999) %}{% for j in range(999) %}{% set x = 1 %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
+    ],
+    ids=["loops", "macros"],
+)
+def test_a_template_that_does_not_end_is_refused(text, monkeypatch):
+    monkeypatch.setattr(template_module, "MAX_STEPS", 1000)
+    with pytest.raises(OptionError, match="did not end within 1000 steps"):
+        render(text)
+    assert render("{% for i in range(999) %}{{ loop.last or '' }}{% endfor %}") == "True"
+
+
+def test_a_template_that_writes_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(template_module, "MAX_CHARACTERS", 1000)
+    with pytest.raises(OptionError, match="would exceed 1000 characters"):
+        render("{% for i in range(99) %}{{ 'x' * 100 }}{% endfor %}")
+    assert len(render("{{ 'x' * 1000 }}")) == 1000
+
+
+def test_messages_nested_beyond_reading_are_refused():
+    deep = []
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(OptionError, match="messages is nested too deeply"):
+        render("x", [{**HI[0], "x": deep}])
 
 
 def test_a_broken_template_names_its_source_and_line():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from turbospark.errors import OptionError
@@ -78,8 +79,10 @@ class Asked:
         heat = changes.get("temperature")
         if isinstance(heat, (int, float)) and heat > 2:
             raise OptionError(f"temperature={short(heat)} is not valid; works: 0..2")
-        changes = {n: float(v) if type(v) is int and n not in ("seed", "top_k") else v
-                   for n, v in changes.items()}  # fmt: skip
+        for name, value in changes.items():
+            if type(value) is int and name not in ("seed", "top_k"):
+                with suppress(OverflowError):  # the option refuses what is no float
+                    changes[name] = float(value)
         limit = self._body.get("max_completion_tokens", self._body.get("max_tokens"))
         changes["max_new_tokens"] = limit
         if "stop" in self._body:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from datetime import date, datetime
 from typing import Any
@@ -23,6 +23,10 @@ from turbospark.errors import ModelFormatError, OptionError, UnsupportedError
 from turbospark.policies import short
 
 REASONING_LEVELS = ("off", "low", "medium", "high", "xhigh")
+MAX_CHARACTERS = 1 << 26
+"""Characters of a rendered prompt at most."""
+MAX_STEPS = 10_000_000
+"""Rounds of loops and calls of macros in one rendering at most, some seconds of work."""
 _LEVEL_NAMES = ("reasoning_effort", "reasoning_strength")
 # A template that takes content apart asks each part for its type or its text.
 _READS_PARTS = re.compile(r"""\[['"]text['"]\]|\.text\b|['"]text['"]\s*==|==\s*['"]text['"]""")
@@ -203,7 +207,7 @@ class ChatTemplate:
         if reasoning != "off":
             context.update(dict.fromkeys(_LEVEL_NAMES, reasoning))
         try:
-            return template.render(**context)
+            return _bounded(template.generate(_STEP=_Steps(), **context))
         except _TEMPLATE_FAULTS as error:
             raise OptionError(
                 f"chat template ({self.source}) refused the messages: {_one_line(error)}"
@@ -281,6 +285,7 @@ class ChatTemplate:
                 environment = _environment()
                 tree = environment.parse(self.text or "")
                 names = meta.find_undeclared_variables(tree)
+                _count_steps(tree)
                 self._compiled = environment.from_string(tree), names
             except (jinja2.TemplateSyntaxError, SyntaxError) as error:
                 raise ModelFormatError(
@@ -299,6 +304,37 @@ def _named(configured: Any) -> dict[str, str]:
     entries = [e for e in configured if isinstance(e, dict)] if isinstance(configured, list) else []
     texts = {str(entry.get("name")): entry.get("template") for entry in entries}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _bounded(pieces: Iterable[str]) -> str:
+    """The rendered text, refused where no context could hold it."""
+    text, size = [], 0
+    for piece in pieces:
+        text.append(piece)
+        size += len(piece)
+        if size > MAX_CHARACTERS:
+            raise ValueError(f"the prompt would exceed {MAX_CHARACTERS} characters")
+    return "".join(text)
+
+
+class _Steps:
+    """Counts rounds of loops and calls of macros; a template that never ends is refused."""
+
+    def __init__(self) -> None:
+        self._left = MAX_STEPS
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"it did not end within {MAX_STEPS} steps")
+
+
+def _count_steps(tree: nodes.Template) -> None:
+    """Begin the body of every loop and macro with a step."""
+    loops, macros = tree.find_all(nodes.For), tree.find_all(nodes.Macro)
+    for body in [*(loop.body for loop in loops), *(macro.body for macro in macros)]:
+        step = nodes.Call(nodes.Name("_STEP", "load"), [], [], None, None)
+        body.insert(0, nodes.ExprStmt(step).set_lineno(1))
 
 
 class _Generation(Extension):
@@ -379,6 +415,8 @@ def _copied(value: Any, what: str) -> Any:
         return deepcopy(value)
     except TypeError as error:
         raise OptionError(f"{what} holds what cannot be copied: {_one_line(error)}") from None
+    except RecursionError:
+        raise OptionError(f"{what} is nested too deeply; works: a few hundred levels") from None
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
