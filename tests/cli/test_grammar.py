@@ -328,6 +328,31 @@ def test_a_reader_that_has_gone_is_exit_code_141_and_no_traceback() -> None:
     assert (found.returncode, found.stderr) == (cli.BROKEN_PIPE, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("run tiny <&-", 1, "standard input is empty"),
+        ("chat tiny <&-", 0, ""),
+        ("info tiny >&-", 0, ""),
+        ("info tiny 2>&-", 0, ""),
+        pytest.param(
+            "list --json >/dev/full",
+            1,
+            "turbospark: [Errno 28] No space left on device",
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full"),
+        ),
+    ],
+)
+def test_closed_and_full_streams_are_no_traceback(words: str, code: int, said: str) -> None:
+    found = subprocess.run(
+        ["sh", "-c", f'"$0" -m turbospark {words}', sys.executable],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert found.returncode == code and "Traceback" not in found.stderr
+    assert said in found.stderr and found.stderr.count("\n") == bool(said)
+
+
 def test_every_command_has_help_that_names_its_flags(turbospark: Command) -> None:
     overview = turbospark("--help").out
     for name, command in COMMANDS.items():

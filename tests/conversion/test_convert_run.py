@@ -611,6 +611,7 @@ NOT_SOURCES: dict[str, tuple[Any, str]] = {
     "an empty folder": (lambda p: make(p / "d"), "folder without config.json"),
     "ggufs": (lambda p: make(p / "d", "a.gguf"), "name the file itself, such as a.gguf"),
     "an install": (lambda p: make(p / "d", "manifest.json"), "already a .gturbo install"),
+    "a device": (lambda p: Path(os.devnull), "is neither a folder nor a file"),
 }  # fmt: skip
 
 

@@ -11,6 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from turbospark.cli.console import flags, note
@@ -30,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done, 1 refused or failed, 2 a wrong option, 130 interrupted, 141 nobody reads the output.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    _open_closed_streams()
     as_json = "--json" in argv
     try:
         args = parse(argv)
@@ -64,8 +67,16 @@ def _refuse(error: Exception, as_json: bool, code: int, typed: Mapping[str, str]
     message = flags(" ".join(str(error).split()), typed) or type(error).__name__
     print(f"turbospark: {message}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
+        with suppress(OSError):  # a full disk may be what is told
+            print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
     return code
+
+
+def _open_closed_streams() -> None:
+    """Python has None for a standard stream that was closed before it started."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 (for the whole run)
 
 
 def _stop_writing() -> int:

@@ -185,6 +185,8 @@ def _found(path: Path) -> str:
         return "does not exist"
     if path.is_file():
         return f"is a {path.suffix or 'plain'} file"
+    if not path.is_dir():
+        return "is neither a folder nor a file"
     if (path / "manifest.json").is_file():
         return "is already a .gturbo install"
     ggufs = sorted(p.name for p in path.glob("*.gguf"))
