@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from turbospark import Runner
+from turbospark import GenerationOptions, Runner
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -314,7 +314,7 @@ def test_threads_that_asked_are_all_answered_when_the_server_stops(
         except Exception as error:  # the client's own, or that of the transport it came with
             ended.append(type(error).__name__)
 
-    with bench["serving"](runner) as url:
+    with bench["serving"](runner, defaults=GenerationOptions(ignore_eos=True)) as url:
         threads = [threading.Thread(target=talk, args=(url,)) for _ in range(2)]
         for thread in threads:
             thread.start()
