@@ -1,9 +1,10 @@
-"""A row or a few through decoder layers of the llama kind, as seven to nine launches per layer.
+"""A row or a few through decoder layers of the llama kind, in seven to nine steps per layer.
 
 norm and q/k/v; rope and store; attention in two; o and residual; then norm, gate/up and activation;
 down and residual. Routed experts take four for the last two: norm and router, top-k, gate/up, down.
-Knows packed matrices, what stands around them, and caches of keys and values. Does not know which
-family asks. The kernels choose by device; where none runs the same steps are plain MLX.
+Where `chained` says so the steps of a layer are one launch. Knows packed matrices, what stands
+around them, and caches of keys and values. Does not know which family asks. The kernels choose by
+device; where none runs the same steps are plain MLX.
 """
 
 from __future__ import annotations
