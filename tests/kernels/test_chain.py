@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from turbospark.kernels.source import Launch, Plan, recorder
 
 HIDDEN, WIDTH, DTYPE = 256, 192, mx.bfloat16
 FMT = affine(4, 64)
+TUNING = qmv_matrix.Tuning(1, 4)
 UP = packed((2 * WIDTH, HIDDEN), FMT, 1)
 DOWN = packed((HIDDEN, WIDTH), FMT, 2)
 X = normal((1, 1, HIDDEN), DTYPE, 3)
@@ -33,7 +35,7 @@ def fresh_plans() -> Iterator[None]:
 
 
 def product(x: Any, w: Any, around: Around, simdgroups: int) -> Any:
-    tuning = qmv_matrix.Tuning(1, simdgroups)
+    tuning = replace(TUNING, simdgroups=simdgroups)
     launch = qmv_matrix.launch(x, FMT, w.weight, w.scales, w.biases, around, tuning)
     return launch.run("cuda")[0]
 
@@ -99,6 +101,44 @@ def test_buffers_written_in_place_stay_so() -> None:
     assert error(rows[0, 0, 4], want) < TOLERANCE[DTYPE]
     kept = [0, 1, 2, 3, 5, 6, 7]
     np.testing.assert_array_equal(rows[0, 0, kept], floats(values)[0, 0, kept])
+
+
+def test_an_intermediate_written_in_place_is_no_argument() -> None:
+    heads, turn = rope_kv.Heads(2, 1, 64), rope_kv.Turn(64, mx.ones((32,)) * 3)
+    values, length = normal((1, 1, 8, 64), DTYPE, 6), mx.array([5], dtype=mx.int32)
+    w, cache = packed((256, HIDDEN), FMT, 7), packed((8 * 64, HIDDEN), FMT, 8)
+
+    def steps() -> Any:
+        qkv, keys = product(X, w, Around(), 4), product(X, cache, Around(), 4)
+        keys = keys.reshape((1, 1, 8, 64))
+        return rope_kv.launch_store(qkv, keys, values, length, heads, turn).run("cuda")[0]
+
+    launch = as_launch(steps)
+    names = dict(zip(launch.plan.kernel.inputs, launch.inputs, strict=True))
+    updated = [names[n] for n in launch.plan.kernel.updates if n != "counters"]
+    assert len(updated) == 1 and updated[0] is values
+
+
+def test_a_phase_that_carves_more_than_there_is_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = emulate(as_launch(mlp)).threadgroup_bytes
+    for pool in (needed, needed - 16):
+        chain.chained.cache_clear()
+        monkeypatch.setattr(chain, "POOL", pool)
+        launch = as_launch(mlp)
+        if pool == needed:
+            emulate(launch)
+        else:
+            with pytest.raises(EmulationError, match=f"memory {needed} bytes, limit {pool}"):
+                emulate(launch)
+
+
+def test_the_last_phase_signals_nothing() -> None:
+    """Nobody waits for it: a signal could arrive after the last leaver has reset the counters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chain, "_END", chain._END.replace("] = 0", "] += 0"))
+        done = emulate(as_launch(mlp)).updated["counters"][:: chain.LINE]
+    first = qmv_matrix.plan(FMT, 2 * WIDTH, X.shape, DTYPE, Around(NORM, glu="silu").parts, TUNING)
+    assert done[2:].tolist() == [first.groups[0]] + [0] * (chain.MOST_PHASES - 2)
 
 
 def test_nothing_is_recorded_behind_an_error() -> None:

@@ -168,6 +168,8 @@ MATRIX_CASES = {
         1, 3, 288, 96, affine(4, 32), mx.bfloat16, glu="clamped", parts="bias norm unused"
     ),
     "a shared expert beside": Case(2, 2, 512, 512, Q4, mx.bfloat16, glu="gelu", parts="beside"),
+    "twelve groups a turn": Case(1, 3, 64, 768, Q4, mx.bfloat16, parts="unused"),
+    "twelve small groups a turn": Case(1, 2, 32, 384, affine(4, 32), mx.bfloat16),
 }
 
 

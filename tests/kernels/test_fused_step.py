@@ -113,6 +113,36 @@ def test_a_layer_as_one_launch_gives_what_its_launches_give(name: str, launched:
         assert kinds == (["chain", "chain", "qmv"] if rows == 1 else [])
 
 
+@pytest.mark.parametrize("dense", ["", "mlp.gate"])
+@pytest.mark.parametrize(("rows", "most"), [(1, 512), (1, 3), (2, 512)])
+def test_layers_are_one_launch_only_where_nothing_else_is_in_them(
+    dense: str, rows: int, most: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_topk, "MAX_EXPERTS", most)
+    config = {**config_of("qwen3_moe-base"), **SIZES}
+    chained = replace(FUSED, fused_rows=2, chained=True)
+    plain, fused = (Side(config, kernels, dense) for kernels in (PLAIN, chained))
+    for ids in ([3] * 9, [5, 7][:rows]):
+        launched.clear()
+        want, got = plain.feed(ids), fused.feed(ids)
+    assert float(np.abs(got - want).max()) < 2e-5 * float(np.abs(want).max())
+    one = rows == 1 and most == 512 and not dense
+    assert [n for n in launched if n == "chain"] == ["chain"] * 2 * one
+    assert ("attention_partial" in launched) != one
+
+
+def test_layers_over_caches_of_another_dtype_stay_apart(launched: list[str]) -> None:
+    config = {**config_of("llama-bias"), **SIZES}
+    sides = [Side(config, PLAIN), Side(config, replace(FUSED, fused_rows=1, chained=True))]
+    for side in sides:
+        side.states = LayerStates(side.model.cache_specs, 48, mx.float16, 12)
+    for ids in ([3] * 9, [5], [7]):
+        launched.clear()
+        want, got = (side.feed(ids) for side in sides)
+        assert float(np.abs(got - want).max()) < 5e-3 * float(np.abs(want).max())
+    assert "chain" not in launched and "attention_partial" in launched
+
+
 @pytest.mark.parametrize("bits", [(4, 4), (3, 3)])
 def test_fused_layers_over_packed_caches_give_what_ordinary_layers_give(
     bits: tuple[int, int], launched: list[str]

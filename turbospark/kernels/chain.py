@@ -32,7 +32,7 @@ ALIGNED = 64
 """Elements at whose multiples intermediates begin."""
 
 MOST_PHASES = 14
-"""So many have counters."""
+"""The counters are enough for so many."""
 
 LINE = 32
 """Words between two counters: who waits for one must not be in the way of another."""
@@ -56,11 +56,11 @@ HEADER = """
 
 
 def counters() -> mx.array:
-    """int32 zeros for all launches of one stream: tickets, leavers, and tickets done of each phase.
+    """int32 zeros: tickets, leavers, and tickets done of each phase but the last.
 
-    Zeros again after each launch.
+    Zeros again after each launch, so that launches that follow each other may share them.
     """
-    return mx.array([0] * (2 + MOST_PHASES) * LINE, dtype=mx.int32)
+    return mx.array([0] * (1 + MOST_PHASES) * LINE, dtype=mx.int32)
 
 
 class Pending:
@@ -153,7 +153,7 @@ def chained(phases: _Phases, last: tuple[int, int], shape: tuple[int, ...]) -> P
     template: dict[str, Any] = {
         "TS_ITEMS": sum(math.prod(p.plan.groups) for p in phases),
         "TS_GROUPS": GROUPS,
-        "TS_COUNTERS": 2 + len(phases),
+        "TS_COUNTERS": 1 + len(phases),
         "TS_LINE": LINE,
         "TS_POOL_BYTES": POOL,
     }
@@ -161,7 +161,7 @@ def chained(phases: _Phases, last: tuple[int, int], shape: tuple[int, ...]) -> P
         s.number
         for p in phases
         for s, name in zip(p.sources, p.plan.kernel.inputs, strict=True)
-        if name in p.plan.kernel.updates
+        if s.phase < 0 and name in p.plan.kernel.updates
     }
     kernel = Kernel(
         "chain",
@@ -205,7 +205,8 @@ def _scratch(dtype: mx.Dtype) -> str:
 
 # A threadgroup draws its next ticket while it works on one: not while it waits, or it would hold
 # two that others could work on. So it knows where its phase ends, and signals once, for all its
-# tickets of a phase.
+# tickets of a phase. Nobody waits for the last phase, so that its signals could arrive after the
+# counters are zeros again: it has none.
 _BEGIN = """
   TS_POOL(TS_POOL_BYTES);
   const int ts_tid = int(thread_index_in_threadgroup);
@@ -225,7 +226,7 @@ _END = """
     if (ts_tid == 0) ts_ticket_s[ts_turn] = ts_next;
     ts_mine++;
     ts_barrier_device();
-    if (ts_tid == 0 && ts_next >= ts_end) {
+    if (ts_tid == 0 && ts_next >= ts_end && ts_end < TS_ITEMS) {
       ts_signal(ts_count + ts_done, ts_mine);
       ts_mine = 0;
     }

@@ -272,7 +272,6 @@ PARTIAL = r"""
 """
 PARTIAL += ACCUMULATE
 
-# One threadgroup per query: a lane weighs a split, a thread sums a dim.
 # The sums of all splits of one query: `value` / `total`. `sink` is a logit without a value.
 WEIGH = r"""
   auto ml_q = ml + int64_t(query) * splits * 2;
@@ -304,6 +303,7 @@ WEIGH = r"""
   total = ts_simd_sum(total);
   if (SINKS) total += ts_fast_exp(sink - all);
 """
+# One threadgroup per query: a lane weighs a split, a thread sums a dim.
 COMBINE = r"""
   const int d = int(thread_index_in_threadgroup);
   const int lane = int(thread_index_in_simdgroup);

@@ -132,12 +132,17 @@ def plan(logits: tuple[int, ...], k: int, normalize: bool) -> Plan:
 # --- choice ---------------------------------------------------------------------------------------
 
 
+def takes(experts: int, k: int) -> bool:
+    """Whether the kernel chooses `k` of so many."""
+    return experts <= MAX_EXPERTS and k <= MAX_CHOSEN
+
+
 def router_topk(
     logits: mx.array, k: int, normalize: bool = True, scale: float = 1.0
 ) -> tuple[mx.array, mx.array]:
     """`router_topk_reference`, by the kernel where it wins."""
     where = backend(mx.default_device())
-    if where not in BACKENDS or logits.shape[-1] > MAX_EXPERTS or k > MAX_CHOSEN:
+    if where not in BACKENDS or not takes(logits.shape[-1], k):
         return router_topk_reference(logits, k, normalize, scale)
     ids, weights = launch(logits, k, normalize, scale).run(where)
     return ids, weights

@@ -27,6 +27,7 @@ from turbospark.kernels.fused import Around, Parts
 from turbospark.kernels.qmv import plan, qmv
 from turbospark.kernels.rope_kv import Heads, Turn, rope, rope_kv
 from turbospark.kernels.router_topk import router_topk
+from turbospark.kernels.router_topk import takes as topk_takes
 from turbospark.layers.linear import AnyLinear, FusedLinear, QuantizedLinear
 from turbospark.layers.norm import RMSNorm
 from turbospark.layers.rope import Rope
@@ -99,6 +100,14 @@ class FusedExperts:
     store: ResidentExperts
     experts: routed.Experts
 
+    @property
+    def is_launches(self) -> bool:
+        """Whether routing too is nothing but launches of kernels."""
+        router = self.router
+        return isinstance(router, QuantizedLinear) and topk_takes(
+            router.weight.shape[0], self.top_k
+        )
+
     def __call__(self, x: mx.array) -> mx.array:
         """[1, M, H] -> [1, M, H]."""
         rows = x.reshape(x.shape[1:])
@@ -160,11 +169,12 @@ class FusedLayer:
         attended = decode_attention(q, keys, values, length, rules)
         return self.mlp(product(attended, self.o_proj, residual=x)), keys, values
 
-    def is_launches(self, where: str, x: mx.array, keys: mx.array) -> bool:
-        """Whether `__call__` is nothing but launches of kernels on back end `where`."""
-        routed_by = self.mlp.router if isinstance(self.mlp, FusedExperts) else self.qkv
-        packed = isinstance(routed_by, QuantizedLinear)
-        return where in BACKENDS and keys.dtype == x.dtype and packed
+    def is_chain(self, where: str, x: mx.array, keys: mx.array) -> bool:
+        """Whether `__call__` is nothing but launches of kernels that back end `where` can run as
+        one. More rows would want more shared memory than a chain has.
+        """
+        launches = isinstance(self.mlp, FusedMLP) or self.mlp.is_launches
+        return where in BACKENDS and x.shape[1] == 1 and keys.dtype == x.dtype and launches
 
     def over_packed(self, x: mx.array, cache: PackedKV, length: mx.array) -> mx.array:
         """The next residual stream over a packed cache, prepared for this pass."""
@@ -311,7 +321,7 @@ def run_layer(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The layer's result, by one launch if there is a `count` and nothing else is in the way."""
     where = backend(mx.default_device())
-    if count is None or not layer.is_launches(where, x, keys):
+    if count is None or not layer.is_chain(where, x, keys):
         return layer(x, keys, values, length, window)
     x = as_one(where, count, lambda: layer(x, keys, values, length, window)[0])
     return x, keys, values

@@ -65,8 +65,8 @@ std::vector<char*> stacks;
 int done;
 // One for all threads, one for those that have work in a phase of a chain.
 struct Barrier { int waiting, line, scope; const char* file; } barriers[2];
-int64_t shared_bytes, most_shared, switches;
-int shared_phase, counted_phase;  // memory is carved anew in each phase
+int64_t shared_bytes, shared_limit, most_shared, switches;
+int shared_phase, counted_phase;  // memory is carved anew in each phase; -1 outside of any
 jmp_buf scheduler, failure;
 uint64_t random_state;
 uint32_t seed;
@@ -212,7 +212,9 @@ void start_threads() {
   group.shared_epoch = group.device_epoch = 1;
   barriers[0].waiting = barriers[1].waiting = done = 0;
   shared.clear();
-  shared_bytes = shared_phase = counted_phase = 0;
+  shared_bytes = 0;
+  shared_limit = SHARED_LIMIT;
+  shared_phase = counted_phase = -1;
   ready.clear();
   for (auto& s : simdgroups) {
     s.waiting = s.done = 0;
@@ -331,6 +333,8 @@ void after_others() {
   give_way();
 }
 
+void pool(int64_t bytes) { shared_limit = bytes; }
+
 void phase(int p) {
   self->phase = p;
   self->awaited = -1;
@@ -352,8 +356,9 @@ Buffer* shared_buffer(int line, const char* name, int64_t count, int item) {
   s->buffer = Buffer{name, s->memory.data(), count, SHARED, s->shadow.data(), false, 0, 0};
   shared_bytes += (count * item + 15) / 16 * 16;
   if (shared_bytes > most_shared) most_shared = shared_bytes;
-  if (shared_bytes > SHARED_LIMIT)
-    fail("threadgroup memory %lld bytes, limit %d", (long long)shared_bytes, int(SHARED_LIMIT));
+  if (shared_bytes > shared_limit)
+    fail("threadgroup memory %lld bytes, limit %lld", (long long)shared_bytes,
+         (long long)shared_limit);
   shared.push_back(std::move(s));
   return &shared.back()->buffer;
 }

@@ -215,6 +215,9 @@ void store_vector(Ptr<T> p, Vector v) {
 
 // --- launches as phases of one ----------------------------------------------------------------
 
+// What each phase may carve, in bytes.
+void pool(int64_t bytes);
+
 // The first phase awaits nothing.
 void phase(int p);
 

@@ -38,7 +38,9 @@
 #define ts_shuffle_down(v, by) emu::simd_of(emu::DOWN, (v), int(by), __FILE__, __LINE__)
 
 // Launches as phases of one.
-#define TS_POOL(n) TS_SHARED(int, ts_ticket_s, 2)
+#define TS_POOL(n) \
+  emu::pool(n);    \
+  TS_SHARED(int, ts_ticket_s, 2)
 #define TS_PHASE(p) emu::phase(p)
 #define TS_CARVED(T, name, n)                                                        \
   emu::Ptr<T> name {                                                                 \
