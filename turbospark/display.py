@@ -29,7 +29,7 @@ LINE = "rgba(128,128,128,.4)"
 FAINT = "rgba(128,128,128,.18)"
 
 PHASE_WORDS = {
-    "build": "building and encoding the graph",
+    "build": "building the graph, and products on a CPU",
     "eval_wait": "waiting for a layer's router",
     "final_wait": "waiting for the logits",
     "router": "routing on the host",
@@ -129,7 +129,7 @@ def legend(rows: Iterable[tuple[int, Sequence[str]]]) -> str:
         )
         cells = "".join(
             '<td style="text-align:right;padding:0 .9em 0 0;border:0;background:none;'
-            f'font-variant-numeric:tabular-nums">{escape(number)}</td>'
+            f'white-space:nowrap;font-variant-numeric:tabular-nums">{escape(number)}</td>'
             for number in numbers
         )
         lines.append(

@@ -49,6 +49,7 @@ def report(engine: Engine, weights: int, drafting: tuple[int, int, int]) -> Memo
     drafter.
     """
     store, sessions = engine.store, engine.pool.sessions
+    kept = sum(len(s.snapshots) for s in sessions)
     return MemoryReport(
         weights=weights + drafting[0],
         experts=drafting[1] + (store.nbytes if store is not None else 0),
@@ -57,9 +58,13 @@ def report(engine: Engine, weights: int, drafting: tuple[int, int, int]) -> Memo
         peak=mx.get_peak_memory(),
         cache=mx.get_cache_memory(),
         expert_formula=store.formula if store is not None else "none",
-        kv_formula=f"{len(sessions)} conversation(s) of up to {engine.max_context} tokens, "
-        f"{sum(len(s.snapshots) for s in sessions)} states kept to go back to",
+        kv_formula=f"{_counted(len(sessions), 'conversation')} of up to {engine.max_context} tokens"
+        + (f", {_counted(kept, 'state')} kept to go back to" if kept else ""),
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _mib(count: int) -> str:

@@ -101,7 +101,7 @@ def test_the_report_adds_up(installed: Callable[[str], Path]) -> None:
             assert "\n".join(line.split()[0] for line in text.splitlines()) == (
                 "weights\nexperts\nkv\nplanned\nmlx"
             )
-            assert "2 conversation(s) of up to 64 tokens" in text
+            assert "2 conversations of up to 64 tokens\n" in text
             if residency == "resident":
                 assert "all experts of" in text
             assert runner.buffer_allocations > 0

@@ -195,6 +195,7 @@ def test_every_source_of_end_tokens_stops_and_says_which(tokenizer, tmp_path):
         events, result = run(engine, tokenizer=ends)
         assert (result.stop_reason, result.stop_token_id) == (reason, end)
         assert result.token_ids == [65] and end not in engine.fed
+        assert result.text == ends.decode([65])
         assert not any(isinstance(e, Token) and e.id == end for e in events)
 
 

@@ -68,10 +68,11 @@ def test_dialects_are_told_apart_by_their_markers(tmp_path, specials, dialect, e
         assert tokenizer.token_to_id("<|end|>") not in tokenizer.stop_ids
 
 
-def test_a_sentencepiece_decoder_on_a_byte_level_vocabulary_is_replaced(tmp_path):
+@pytest.mark.parametrize("strips", [(), (decoders.Strip(" ", 1, 0),)], ids=["", "strip"])
+def test_a_sentencepiece_decoder_on_a_byte_level_vocabulary_is_replaced(tmp_path, strips):
     backend = byte_level()
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strips]
     )
     ids = backend.encode("Hello! How\nare you", add_special_tokens=False).ids
     assert "Ġ" in backend.decode(ids), "the fault is real"
