@@ -159,6 +159,7 @@ def test_the_cuda_text_compiles_without_spills() -> None:
 MISTAKES = {
     "nobody waits": ("HEADER", "TS_WAIT(ts_last, ts_need);", ""),
     "waits for one too many": ("HEADER", "ts_need);", "ts_need + 1);"),
+    "waits for one too few": ("HEADER", "ts_need);", "ts_need - 1);"),
     "signals under a wrong phase": ("_END", "ts_count + ts_done", "ts_count + 3 * TS_LINE"),
     "signals one ticket of all": ("_END", "ts_done, ts_mine)", "ts_done, 1)"),
     "no barrier behind a ticket": ("_END", "ts_barrier_device();", ""),

@@ -96,9 +96,14 @@ def test_a_step_of_launches_gives_what_ordinary_layers_give(name: str, launched:
     assert launched[-2:] == ["likeliest_share", "likeliest_best"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_layer_as_one_launch_gives_what_its_launches_give(name: str, launched: list[str]) -> None:
-    dtype, _, _ = CASES[name]
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, dtype) for name, (dtype, _, _) in CASES.items()), ("qwen3_moe-base", mx.bfloat16)],
+    ids=[*CASES, "qwen3_moe-base in bfloat16"],
+)
+def test_a_layer_as_one_launch_gives_what_its_launches_give(
+    name: str, dtype: mx.Dtype, launched: list[str]
+) -> None:
     config = {**config_of(name), **SIZES}
     kernels = replace(FUSED, fused_rows=1)
     sides = [Side(config, k, dtype=dtype) for k in (kernels, replace(kernels, chained=True))]

@@ -21,10 +21,9 @@ class Choices:
     one padded batch. `attention_keys`: keys from which one row attends by the split-K kernel over
     the whole buffer. `packed_rows`: the most rows of a pass that attend packed caches by kernels;
     `fused_rows`: the most rows of a pass that runs through fused layers;
-    `compiled`: one row runs through all of them as one traced graph, `chained`: with one launch
-    for each layer. `block_sparse`: chosen blocks
-    are scored, selected and attended by kernels. `prefill_chunk`: prompt tokens
-    per pass for "auto".
+    `compiled`: one row runs through all of them as one traced graph; `chained`: with one launch
+    for each layer. `block_sparse`: chosen blocks are scored, selected and attended by kernels.
+    `prefill_chunk`: prompt tokens per pass for "auto".
     """
 
     unpack_rows: int | None

@@ -319,7 +319,7 @@ def run_layer(
     window: int | None,
     count: mx.array | None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The layer's result, by one launch if there is a `count` and nothing else is in the way."""
+    """The layer's result, by one launch if there are counters and the layer can."""
     where = backend(mx.default_device())
     if count is None or not layer.is_chain(where, x, keys):
         return layer(x, keys, values, length, window)
@@ -333,7 +333,7 @@ def traceable(
     count: mx.array | None = None,
 ) -> Callable[..., tuple[mx.array, mx.array, list[mx.array]]]:
     """x [1, 1, H], length int32 [4], all buffers -> x, the next length, and the buffers if they are
-    new arrays. With `count` each layer is one launch. Refers to nothing that refers to it.
+    new arrays. With `count` a layer is one launch if it can. Refers to nothing that refers to it.
     """
 
     def run(

@@ -237,6 +237,8 @@ static inline void wait_for(Ptr<int> p, int need, int phase) {
   for (int turn = 0; turn < MAX_THREADS && *counter(p) < need; turn++) after_others();
   if (*counter(p) < need)
     fail("waits for ever: %s[%lld] is %d of %d", p.b->name, (long long)p.offset, *counter(p), need);
+  if (*counter(p) > need)
+    fail("waits for %d of %d: %s[%lld]", need, *counter(p), p.b->name, (long long)p.offset);
   if (phase > self->awaited) self->awaited = phase;
 }
 
