@@ -20,6 +20,7 @@ from turbospark.conversion.quantize import Overrides, QuantRequest, choose_forma
 from turbospark.conversion.safetensors import INDEX, SIDECARS, weight_files
 from turbospark.conversion.source import listed
 from turbospark.errors import OptionError, SourceError
+from turbospark.install.files import TEMPLATES
 from turbospark.install.models import install_path
 from turbospark.install.staging import check_destination
 
@@ -117,10 +118,14 @@ class HubFiles:
         sizes = {s.rfilename: s.size for s in info.siblings or ()}
         self.everything = sorted(sizes)
         inside = {n.removeprefix(self._prefix): n for n in sizes if n.startswith(self._prefix)}
-        self._sizes = {n: sizes[full] for n, full in inside.items() if "/" not in n}
+        self._sizes = {
+            n: sizes[full]
+            for n, full in inside.items()
+            if "/" not in n.removeprefix(f"{TEMPLATES}/")
+        }
 
     def names(self) -> list[str]:
-        """Names of the files at the top level, sorted."""
+        """Names of the files at the top level and in the folder of chat templates, sorted."""
         return sorted(self._sizes)
 
     def open(self, name: str) -> tuple[BinaryIO, int]:

@@ -282,7 +282,7 @@ def _environment(environ: Mapping[str, str] | None, given: Mapping[str, Any]) ->
     for name, suffix in _VARIABLES.items():
         text = env_variable(suffix, environ)
         if text is not None and name not in given:
-            values[name] = int(text) if text.isdigit() else text
+            values[name] = _number(text)
             _check_variable(suffix, text, name, values[name])
     disk_io = env_flag("EXPERT_DISK_IO", environ)
     if disk_io is not None and "expert_disk_io" not in given:
@@ -299,12 +299,17 @@ def _environment(environ: Mapping[str, str] | None, given: Mapping[str, Any]) ->
     return values
 
 
+def _number(text: str) -> int | str:
+    """An integer where `text` is one; longer ones than any option takes stay text."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else text
+
+
 def _check_variable(suffix: str, text: str, name: str, value: Any) -> None:
     """Refuse a variable's value by the variable's name rather than the field's."""
     try:
         OpenOptions(**{name: value})
     except OptionError as error:
-        raise OptionError(f"{ENV_PREFIX}{suffix}={text!r}: {error}") from None
+        raise OptionError(f"{ENV_PREFIX}{suffix}={short(text)}: {error}") from None
 
 
 # --- generating -------------------------------------------------------------------------------

@@ -91,11 +91,16 @@ class Resolved(display.Shown):
         """Field name to value."""
         return asdict(self)
 
+    def _shown(self) -> dict[str, Any]:
+        """What people look at: a dense model, which has no slots, shows nothing of experts."""
+        rows = self.as_dict().items()
+        return {n: v for n, v in rows if self.expert_cache_slots or not n.startswith("expert_")}
+
     def _repr_html_(self) -> str:
-        return display.options(self.as_dict(), "Resolved options")
+        return display.options(self._shown(), "Resolved options")
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<20} {value}" for name, value in self.as_dict().items())
+        return "\n".join(f"{name:<20} {value}" for name, value in self._shown().items())
 
 
 def configured(install: Install, family: Family) -> tuple[dict[str, Any], Any]:

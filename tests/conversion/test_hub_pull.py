@@ -34,6 +34,7 @@ from turbospark.errors import (
 )
 from turbospark.install.models import installed
 from turbospark.install.opening import Install
+from turbospark.text.tokenizer import Tokenizer
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 
@@ -148,6 +149,21 @@ def test_only_the_files_of_the_model_are_downloaded(hub: FakeHub) -> None:
     expected = ["config.json", INDEX, "tokenizer.json"]
     expected += [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert hub.downloads == [sorted(expected)]
+
+
+def test_the_template_for_prompts_with_tools_comes_along(hub: FakeHub) -> None:
+    save_folder(hub.folder, llama_tensors(), LLAMA)
+    tiny_tokenizers.write(hub.folder, template="D {{ messages }}")
+    beside = hub.folder / "additional_chat_templates"
+    beside.mkdir()
+    (beside / "tool_use.jinja").write_text("T {{ tools[0].function.name }}")
+    (beside / "rag.jinja").write_text("R")
+    path = get()
+    assert [n for n in hub.downloads[0] if "/" in n] == ["additional_chat_templates/tool_use.jinja"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer is not None
+    assert tokenizer.render([{"role": "user", "content": "hi"}], tools=tools) == "T f"
 
 
 def test_looking_reads_headers_and_not_weights(hub: FakeHub) -> None:

@@ -92,6 +92,17 @@ def everything(runner: Runner) -> dict[str, display.Shown]:
     }
 
 
+def test_resolved_options_show_experts_only_where_there_are_some(
+    runner: Runner, installed: Callable[[str], Path]
+) -> None:
+    with Runner.open(installed("qwen3_moe-base"), max_context=32) as moe:
+        for shown in (str(moe.resolved), moe.resolved._repr_html_()):
+            assert "expert_residency" in shown and "expert_cache_slots" in shown
+    for shown in (str(runner.resolved), runner.resolved._repr_html_()):
+        assert "max_context" in shown and "expert" not in shown
+    assert runner.resolved.as_dict()["expert_residency"] == "streamed"
+
+
 NAMES = ("runner", "result", "counters", "memory", "resolved", "speculation", "steering")
 
 

@@ -320,6 +320,13 @@ def test_a_bad_variable_is_refused_by_the_variables_name(suffix):
     assert text.startswith(f"TURBOSPARK_{suffix}='77x'")
 
 
+@pytest.mark.parametrize("text", ["²", "٣", "9" * 5000], ids=["power", "arabic", "long"])
+def test_a_variable_that_only_looks_like_a_number_is_refused_in_one_short_line(text):
+    said = refusal(OpenOptions.from_env, {"TURBOSPARK_PREFILL_CHUNK": text})
+    assert said.startswith(f"TURBOSPARK_PREFILL_CHUNK='{text[:50]}") and "works: " in said
+    assert len(said) < 300
+
+
 def test_interactive_is_automatic_and_never_opens_the_block_drafter_unasked():
     options = OpenOptions.interactive({})
     assert options.max_context == options.expert_cache_slots == "auto"

@@ -45,10 +45,13 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "par
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize("beside", [False, True], ids=["", "beside"])
 @pytest.mark.parametrize(
     "file", [None, "F{{ messages[0].content }}{% if tools %}t{% endif %}"], ids=["", "file"]
 )
-def test_prompts_with_tools_take_the_template_that_transformers_takes(tmp_path, tools, file):
+def test_prompts_with_tools_take_the_template_that_transformers_takes(
+    tmp_path, tools, beside, file
+):
     transformers = pytest.importorskip("transformers")
     named = [
         {"name": "default", "template": "D {{ bos_token }}{{ messages[0].content }}"},
@@ -58,6 +61,15 @@ def test_prompts_with_tools_take_the_template_that_transformers_takes(tmp_path, 
     config = {"chat_template": named, "tokenizer_class": "PreTrainedTokenizerFast"}
     config["bos_token"] = "<|endoftext|>"
     tiny_tokenizers.write(tmp_path, config=config, template=file)
+    if beside:
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            text = f"{name} {{{{ messages[0].content }}}}{{{{ tools | tojson }}}}"
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+    if beside and not file and not tools:
+        # transformers then has no template for a plain prompt; ours is still the list's.
+        assert Tokenizer.load(tmp_path).render(HI) == f"D <|endoftext|>{HI[0]['content']}"
+        return
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = Tokenizer.load(tmp_path)
     assert ours.template.reads_tools

@@ -20,6 +20,7 @@ from turbospark.cli.parser import opening
 from turbospark.cli.peer import Peer, PeerRound, agreeing
 from turbospark.errors import OptionError
 from turbospark.options import LiveToggles, RuntimeToggles
+from turbospark.resolve import Resolved
 
 TEXT = (
     "The harbour wakes before the town does. Boats that left in the dark come back with the "
@@ -63,7 +64,7 @@ def bench(args: Namespace) -> int:
         if peer is not None:
             data["mlx_lm"] = _beside(peer, others, results)
             data["versions"]["mlx-lm"] = peer.version
-    show(args, data, _text(data, counters))
+    show(args, data, _text(data, runner.resolved, counters))
     return 0
 
 
@@ -140,7 +141,7 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def _text(data: dict[str, Any], counters: PhaseCounters) -> str:
+def _text(data: dict[str, Any], resolved: Resolved, counters: PhaseCounters) -> str:
     def speed(name: str, of: dict[str, Any] = data) -> str:
         found = of[f"{name}_tokens_per_second"]
         spread = f"{found['min']:.1f} .. {found['max']:.1f}"
@@ -177,5 +178,4 @@ def _text(data: dict[str, Any], counters: PhaseCounters) -> str:
         "model": data["model"]["path"],
         "toggles": ", ".join(f"{k}={v}" for k, v in data["toggles"].items()),
     }
-    options = "\n".join(f"{name:<20} {value}" for name, value in data["resolved"].items())
-    return f"{table(summary)}\n\n{options}\n\n{counters}"
+    return f"{table(summary)}\n\n{resolved}\n\n{counters}"

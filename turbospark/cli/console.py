@@ -30,18 +30,22 @@ FLAGS = {
     "without prefix_reuse allocates": "with --no-prefix-reuse allocates",
     "use prefix_reuse=True, or": "drop --no-prefix-reuse, or use",
 }  # fmt: skip
+# English words that mean the option where a message begins with them.
+SUBJECTS = ("regex", "grammar")
 
 
 def flags(text: str, typed: Mapping[str, str]) -> str:
     """What the library says in the words of the command line, whose options are `typed` (name ->
-    flag): `top_k=0` becomes `--top-k 0`, and so does a bare name that is no English word.
+    flag): `top_k=0` becomes `--top-k 0`, and so does a bare name that is no English word, or is the
+    message's subject (`regex cannot be honoured`).
     """
     for said, instead in FLAGS.items():
         text = text.replace(said, instead)
 
     def instead_of(found: re.Match[str]) -> str:
         name, value = found[1], found[2]
-        if name not in typed or not (value or "_" in name):
+        subject = found.start() == 0 and name in SUBJECTS
+        if name not in typed or not (value or "_" in name or subject):
             return found[0]
         if value in ("=True", "=False"):  # a flag without a value is given or is not
             return typed[name] if value == "=True" else f"no {typed[name]}"

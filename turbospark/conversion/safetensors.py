@@ -31,6 +31,7 @@ from turbospark.conversion.source import (
 from turbospark.dtypes import MXFP4, Format, Raw
 from turbospark.errors import SourceError
 from turbospark.families.config import normalize_config
+from turbospark.install.files import TEMPLATES
 from turbospark.install.planes import Planes, empty_planes, host_view
 
 MAX_HEADER_BYTES = 100_000_000  # what the reference library allows
@@ -44,6 +45,7 @@ SIDECARS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    f"{TEMPLATES}/tool_use.jinja",
 )
 
 # Bits per value of every dtype the container defines; only the RAW ones can be converted.

@@ -17,7 +17,7 @@ import numpy as np
 from turbospark.dtypes import Format
 from turbospark.errors import IndexCorruptError, ReadError, SourceError
 from turbospark.install import files
-from turbospark.install.files import read_exactly
+from turbospark.install.files import TEMPLATES, read_exactly
 from turbospark.install.planes import Planes
 
 MAX_JSON_BYTES = 64 << 20
@@ -110,7 +110,7 @@ class Files(Protocol):
     where: Path
 
     def names(self) -> list[str]:
-        """Plain names of the files at the top level, sorted."""
+        """Names of the files at the top level and in the folder of chat templates, sorted."""
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
         """A buffered stream from the start of a file, and the file's size. Raises SourceError."""
@@ -123,8 +123,9 @@ class LocalFiles:
         self.where = where
 
     def names(self) -> list[str]:
-        """Plain names of the regular files, sorted."""
-        return sorted(p.name for p in self.where.iterdir() if p.is_file())
+        """Names of the regular files there and in the folder of chat templates, sorted."""
+        found = [*self.where.iterdir(), *self.where.glob(f"{TEMPLATES}/*")]
+        return sorted(p.relative_to(self.where).as_posix() for p in found if p.is_file())
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
         """A file of the folder and its size. Raises SourceError."""

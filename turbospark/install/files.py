@@ -26,6 +26,9 @@ from turbospark.errors import (
 PAGE = 16384
 """Alignment of everything that may one day be mapped: Apple's page size."""
 
+TEMPLATES = "additional_chat_templates"
+"""The folder of templates beside chat_template.jinja, in checkpoints and in installs."""
+
 # One preadv/pwrite call: macOS refuses more than INT_MAX bytes, Linux cuts at 2 GiB - 4 KiB.
 _IO_CHUNK = 1 << 30
 _INT_DIGITS = 20  # 2**64 has 20: longer integers cannot be sizes and would be slow to parse

@@ -16,7 +16,7 @@ from typing import Any
 
 from turbospark.errors import InstallExistsError, OptionError, SourceError, TurbosparkError
 from turbospark.install.arch import ArchConfig
-from turbospark.install.files import check_relative, parse_json, sync_path, write_file
+from turbospark.install.files import TEMPLATES, check_relative, parse_json, sync_path, write_file
 from turbospark.install.manifest import (
     MAGIC,
     MANIFEST_NAME,
@@ -84,9 +84,13 @@ class StagedInstall:
     def write_sidecar(self, name: str, data: bytes) -> None:
         """Add a small file beside the weights (tokenizer.json, ...); not part of `files{}`."""
         check_relative(name, "sidecar")
-        if name in (MANIFEST_NAME, RECEIPT_NAME, FILE_NAME) or "/" in name:
+        plain = name.removeprefix(f"{TEMPLATES}/")
+        if name in (MANIFEST_NAME, RECEIPT_NAME, FILE_NAME) or "/" in plain:
             raise SourceError(f"sidecar {name} is not a plain name of its own")
-        write_file(self.path / name, data)
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        write_file(path, data)
+        sync_path(path.parent)
 
     def publish(
         self,

@@ -20,6 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from turbospark.errors import ModelFormatError, OptionError, UnsupportedError
+from turbospark.install.files import TEMPLATES
 from turbospark.policies import short
 
 REASONING_LEVELS = ("off", "low", "medium", "high", "xhigh")
@@ -126,19 +127,25 @@ class ChatTemplate:
         self._compiled: tuple[jinja2.Template, set[str]] | None = None
 
     @classmethod
-    def find(cls, file: str | None, configured: Any, dialect: str) -> ChatTemplate:
+    def find(
+        cls, file: str | None, configured: Any, dialect: str, tools_file: str | None = None
+    ) -> ChatTemplate:
         """The first of: `chat_template.jinja`, `chat_template` of tokenizer_config.json (a string,
-        or a list whose entry is named "default"), the dialect's plain fallback, none. An entry of
-        the list that is named "tool_use" goes along.
+        or a list whose entry is named "default"), the dialect's plain fallback, none.
+
+        `tools_file`, the text of additional_chat_templates/tool_use.jinja, goes along, or without
+        a file the list's entry of that name.
         """
-        if file is not None:
-            return cls(file, "chat_template.jinja")
-        if isinstance(configured, str):
-            return cls(configured, "tokenizer_config.json")
-        named = _named(configured)
+        named = {} if file is not None else _named(configured)
         tool_use = None
-        if "tool_use" in named:
+        if tools_file is not None:
+            tool_use = cls(tools_file, f"{TEMPLATES}/tool_use.jinja")
+        elif "tool_use" in named:
             tool_use = cls(named["tool_use"], "tokenizer_config.json, tool_use")
+        if file is not None:
+            return cls(file, "chat_template.jinja", tool_use)
+        if isinstance(configured, str):
+            return cls(configured, "tokenizer_config.json", tool_use)
         if "default" in named:
             return cls(named["default"], "tokenizer_config.json", tool_use)
         if dialect in FALLBACKS:

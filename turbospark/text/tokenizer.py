@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders
 
 from turbospark.errors import ModelFormatError, OptionError
+from turbospark.install.files import TEMPLATES
 from turbospark.text.detokenizer import Detokenizer
 from turbospark.text.dialects import Dialect, detect
 from turbospark.text.template import ChatTemplate
@@ -30,6 +31,7 @@ class Tokenizer:
         config: Mapping[str, Any],
         generation: Mapping[str, Any],
         template_file: str | None,
+        tools_file: str | None,
         config_eos: int | Iterable[int] | None,
     ) -> None:
         _repair_decoder(backend)
@@ -46,7 +48,7 @@ class Tokenizer:
         self.stop_ids = {id_: self._reason(id_) for id_ in sorted(self.eos_ids)}
         """End id -> stop reason, as `generation` reports it."""
         self.template = ChatTemplate.find(
-            template_file, config.get("chat_template"), self.dialect.name
+            template_file, config.get("chat_template"), self.dialect.name, tools_file
         )
 
     @classmethod
@@ -77,6 +79,7 @@ class Tokenizer:
             _read_json(directory / "tokenizer_config.json"),
             _read_json(directory / "generation_config.json"),
             _read_text(directory / "chat_template.jinja"),
+            _read_text(directory / TEMPLATES / "tool_use.jinja"),
             config_eos,
         )
 
