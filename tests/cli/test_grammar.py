@@ -280,6 +280,7 @@ def test_every_text_that_is_put_into_flags_is_still_raised() -> None:
         (["run"], "ignore_eos=False is", "no --ignore-eos is"),
         (["run"], "the seed of a model", "the seed of a model"),
         (["run"], "/a/max_context.gguf: rope.top_k=3", "/a/max_context.gguf: rope.top_k=3"),
+        (["run"], "max_context.gguf is no folder", "max_context.gguf is no folder"),
         (["list"], "max_context=3 is past", "max_context=3 is past"),
         (
             ["serve"],
@@ -338,6 +339,7 @@ def test_a_reader_that_has_gone_is_exit_code_141_and_no_traceback() -> None:
         ("chat tiny <&-", 0, ""),
         ("info tiny >&-", 0, ""),
         ("info tiny 2>&-", 0, ""),
+        ("info nothing 2>&-", 1, ""),
         pytest.param(
             "list --json >/dev/full",
             1,
@@ -349,9 +351,10 @@ def test_a_reader_that_has_gone_is_exit_code_141_and_no_traceback() -> None:
 def test_closed_and_full_streams_are_no_traceback(words: str, code: int, said: str) -> None:
     found = subprocess.run(
         ["sh", "-c", f'"$0" -m turbospark {words}', sys.executable],
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
     )
+    assert "turbospark: " not in found.stdout, "what is for standard error goes nowhere else"
     assert found.returncode == code and "Traceback" not in found.stderr
     assert said in found.stderr and found.stderr.count("\n") == bool(said)
 
