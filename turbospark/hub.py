@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import glob
 import io
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-
-from tqdm.auto import tqdm
 
 from turbospark.conversion import Origin, convert
 from turbospark.conversion.gguf import shard_names
@@ -45,7 +45,7 @@ def pull(
 
     Only headers are read before everything that can be refused has been: architecture,
     quantization, tensor names and shapes, options. Then the weights are downloaded into the
-    Hub's own cache, where an interrupted download resumes, and converted as `convert` does.
+    Hub's own cache, which keeps whole files when interrupted, and converted as `convert` does.
     `file` names the .gguf to use where a repository has several.
 
     Raises what `convert` raises, and SourceError when the Hub does not answer.
@@ -106,6 +106,7 @@ class HubFiles:
     def __init__(self, repo: str, revision: str | None, folder: str = "") -> None:
         import huggingface_hub
         import huggingface_hub.errors  # the package does not load it by itself
+        import huggingface_hub.utils
 
         self._hub: Any = huggingface_hub
         self.repo = repo
@@ -138,17 +139,24 @@ class HubFiles:
         return io.BufferedReader(_Remote(remote, self._ask), _BLOCK), size
 
     def download(self, names: list[str], progress: bool) -> Path:
-        """Download files into the Hub's cache, resuming what is there; the folder they are in."""
+        """Download what the Hub's cache has not yet got into it; the folder the files are in."""
         patterns = [glob.escape(self._prefix + name) for name in names]
-        snapshot = self._ask(
-            lambda: self._hub.snapshot_download(
-                self.repo,
-                revision=self.commit,
-                allow_patterns=patterns,
-                tqdm_class=None if progress else _SilentBar,
-            )
-        )
-        return Path(snapshot, self._prefix)
+        stop = threading.Event()
+        # The client waits for whole files when it is interrupted; in a thread of its own it can be
+        # told to stop, which its bars do at the next piece.
+        with ThreadPoolExecutor(1) as thread:
+            try:
+                snapshot = thread.submit(
+                    self._hub.snapshot_download,
+                    self.repo,
+                    revision=self.commit,
+                    allow_patterns=patterns,
+                    tqdm_class=_bar(self._hub.utils.tqdm, stop, progress),
+                )
+                return Path(self._ask(snapshot.result), self._prefix)
+            except BaseException:
+                stop.set()
+                raise
 
     def _ask(self, request: Callable[[], T]) -> T:
         """Run a request; what the Hub client raises becomes a SourceError."""
@@ -156,15 +164,25 @@ class HubFiles:
         try:
             return request()
         except (OSError, error_type, *error_type.__bases__) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            said = (str(error).strip() or type(error).__name__).splitlines()
+            # "404 Client Error." is followed by what is not there, or is not shown to this account.
+            reason = " ".join(line.strip() for line in said if line.strip())[:300]
             raise SourceError(f"{self.where}: the Hub request failed: {reason}") from error
 
 
-class _SilentBar(tqdm):
-    """A progress bar that shows nothing."""
+def _bar(base: Any, stop: threading.Event, shown: bool) -> Any:
+    """A kind of the client's progress bar that may show nothing, and ends a download on `stop`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "disable": True})
+    class Bar(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **(kwargs if shown else {**kwargs, "disable": True}))
+
+        def update(self, n: float | None = 1) -> Any:
+            if stop.is_set():
+                raise KeyboardInterrupt
+            return super().update(n)
+
+    return Bar
 
 
 class _Remote(io.RawIOBase):

@@ -10,8 +10,11 @@ import fnmatch
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -293,8 +296,33 @@ def test_a_fresh_process_that_cannot_reach_the_hub_says_so_in_one_line(tmp_path:
     assert found.stderr.count("\n") == 1
 
 
+def test_an_interrupted_download_ends_at_the_next_piece(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(hub.folder, llama_tensors(), LLAMA)
+    ended = threading.Event()
+
+    def endless(repo: str, *, tqdm_class: type, **_: Any) -> str:
+        bar = tqdm_class(total=1)
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            for _piece in range(1000):
+                time.sleep(0.01)
+                bar.update(1)
+        except KeyboardInterrupt:
+            ended.set()
+            raise
+        return str(hub.folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", endless)
+    with pytest.raises(KeyboardInterrupt):
+        get()
+    assert ended.wait(60) and installed() == []
+
+
 def test_errors_of_the_client_itself_are_source_errors(hub: FakeHub) -> None:
     """A transport error of whichever HTTP library the client is built on."""
     base = huggingface_hub.errors.HfHubHTTPError.__mro__[1]
-    hub.failure = base("503 unavailable\nlong explanation")
-    refused(hub, SourceError, "the Hub request failed: 503 unavailable$")
+    hub.failure = base("404 Client Error.\n\nRepository Not Found for url\n" + "x" * 500)
+    message = "the Hub request failed: 404 Client Error. Repository Not Found for url x{250,260}$"
+    refused(hub, SourceError, message)
