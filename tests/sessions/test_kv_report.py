@@ -130,7 +130,10 @@ def test_the_figures_of_the_page_are_those_of_the_results() -> None:
     root = Path(__file__).parents[2]
     rows = json.loads((root / "benchmarks/results/kv_quality.json").read_text())["rows"]
     want = []
-    for length, models in ((1024, ("SmolLM2", "qwen2.5", "gemma-3")), (4096, ("SmolLM2", "gemma-3"))):
+    for length, models in (
+        (1024, ("SmolLM2", "qwen2.5", "gemma-3")),
+        (4096, ("SmolLM2", "gemma-3")),
+    ):
         for side, label in LABELS.items():
             cells = ["—"] * len(models)
             for row in rows:

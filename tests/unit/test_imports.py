@@ -47,7 +47,17 @@ def test_options_do_not_load_mlx() -> None:
     assert done.returncode == 0, done.stderr
 
 
+PUBLIC = """
+ArchConfig Content ControlVectorInfo DflashPolicy DraftPolicies ExpertResidency Finished
+GenerationOptions GenerationResult KvQuant LoadGuard LookupPolicy MtpPolicy OpenOptions
+PhaseCounters Prefill Reasoning ReleasedToolSpan Runner RuntimeToggles SpeculationStats
+SteeringMode SteeringPolicy SteeringSet SteeringVector Tail Token ToolCall TurbosparkError
+__version__ calibrate convert pull synth watch
+"""
+
+
 def test_every_public_name_is_there() -> None:
+    assert sorted(turbospark.__all__) == PUBLIC.split()
     for name in turbospark.__all__:
         assert getattr(turbospark, name) is not None
     assert set(turbospark.__all__) <= set(dir(turbospark))
