@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from turbospark.kernels.shorten import joined
-from turbospark.kernels.source import TYPES, Kernel, Plan, recorder
+from turbospark.kernels.source import TYPES, Kernel, Plan, ceil_div, recorder
 
 BACKENDS = ("cuda",)
 
@@ -69,10 +69,6 @@ class Pending:
     def __init__(self, of: tuple[int, int], shape: tuple[int, ...], dtype: mx.Dtype) -> None:
         self.of, self.shape, self.dtype = of, shape, dtype
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
     def reshape(self, shape: tuple[int, ...]) -> Pending:
         """The same elements in another shape."""
         return Pending(self.of, shape, self.dtype)
@@ -97,8 +93,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
-        self.arrays: dict[int, mx.array] = {}
-        self._index: dict[int, int] = {}
+        self.arrays: list[mx.array] = []
 
     def add(self, plan: Plan, inputs: list[Any]) -> list[Any]:
         """What stands for the launch's outputs."""
@@ -109,9 +104,11 @@ class Recording:
     def _source(self, a: mx.array | Pending) -> Source:
         if isinstance(a, Pending):
             return Source(a.of[1], a.of[0])
-        index = self._index.setdefault(id(a), len(self.arrays))
-        self.arrays[index] = a
-        return Source(index)
+        known = next((i for i, b in enumerate(self.arrays) if b is a), None)
+        if known is None:
+            known = len(self.arrays)
+            self.arrays.append(a)
+        return Source(known)
 
 
 def as_one(backend: str, count: mx.array, steps: Callable[[], Any]) -> mx.array:
@@ -123,7 +120,7 @@ def as_one(backend: str, count: mx.array, steps: Callable[[], Any]) -> mx.array:
     finally:
         recorder.reset(token)
     plan = chained(_Phases(recording.phases), last.of, last.shape)
-    return plan.run(backend, [*recording.arrays.values(), count])[0]
+    return plan.run(backend, [*recording.arrays, count])[0]
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -188,7 +185,7 @@ class _Layout:
                 if (i, j) != last:
                     at = used.get(dtype, 0)
                     self.texts[i, j] = f"{_scratch(dtype)} + {at}"
-                    used[dtype] = at + -(-math.prod(shape) // ALIGNED) * ALIGNED
+                    used[dtype] = at + ceil_div(math.prod(shape), ALIGNED) * ALIGNED
         self.names = tuple(map(_scratch, used))
         self.outputs = tuple(((size,), dtype) for dtype, size in used.items())
 
