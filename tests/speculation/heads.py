@@ -8,6 +8,7 @@ then says exactly what the trunk will say: acceptance is real, and it breaks wit
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from oracle_folders import ORACLES
 
 from turbospark import convert
 
+Edit = Callable[[dict[str, mx.array]], Any]
 BASE, MIXTURE = "qwen3_5-base", "qwen3_5_moe-base"
 
 
@@ -130,3 +132,13 @@ def install(path: Path, *, quant: dict[str, Any] | None = None, **settings: Any)
     """The same as an install, quantized as `quant` says."""
     source = checkpoint(path.with_name(path.name + "-source"), **settings)
     return convert(source, path, progress=False, **(quant or {}))
+
+
+def edited(source: Path, edit: Edit) -> Path:
+    """The checkpoint with tensors that `edit` has changed."""
+    tensors = dict(mx.load(str(source / "model.safetensors")))
+    mx.eval(list(tensors.values()))
+    edit(tensors)
+    (source / "model.safetensors").unlink()
+    mx.save_safetensors(str(source / "model.safetensors"), tensors)
+    return source

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from turbospark import Runner
+from turbospark.speculation.drafter import Proposal
 
 MATRICES = ("gate", "up", "down")
 
@@ -119,3 +120,17 @@ def hidden_rows(runner: Runner, ids: Sequence[int]) -> np.ndarray:
     out = np.array(rows[0], np.float64)
     states.reset()
     return out
+
+
+def head_rows(runner: Runner, ids: Sequence[int], count: int) -> list[np.ndarray]:
+    """The logits from which the open head drafts `count` tokens (7, 8, ...) behind `ids`."""
+    engine, rows = runner._engine, []
+    assert engine is not None and engine.watcher is not None
+
+    def choose(row: np.ndarray, before: Sequence[int]) -> Proposal:
+        rows.append(np.array(row))
+        return Proposal(7 + len(before))
+
+    with engine.working():
+        engine.watcher.propose(list(ids), count, choose)
+    return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import heads
 import mlx.core as mx
 import numpy as np
 import pytest
-from numpy_heads import NumpyHead, hidden_rows
+from numpy_heads import NumpyHead, head_rows, hidden_rows
 
 from turbospark import DraftPolicies, OpenOptions, Runner, convert, resolve
 from turbospark.errors import SourceError, SpeculationUnavailableError
 from turbospark.install.opening import Install
-from turbospark.speculation.drafter import Proposal
 
 CPU: dict[str, Any] = {"max_context": 160, "device": "cpu", "dtype": "float32"}
 GREEDY: dict[str, Any] = {"max_new_tokens": 25, "temperature": 0, "ignore_eos": True}
@@ -76,15 +75,7 @@ def test_the_head_of_a_mixture_says_what_a_numpy_head_says(
     with opened(path, 3, **options) as runner:
         runner.toggles.mtp_batched_prime = batched
         runner.prefill(PROMPT, chunk=9)
-        engine, rows = runner._engine, []
-        assert engine is not None and engine.watcher is not None
-
-        def choose(row: np.ndarray, before: Sequence[int]) -> Proposal:
-            rows.append(np.array(row))
-            return Proposal(7 + len(before))
-
-        with engine.working():
-            engine.watcher.propose([*PROMPT, 9], 3, choose)
+        rows = head_rows(runner, [*PROMPT, 9], 3)
         runner.reset()
         hidden = hidden_rows(runner, PROMPT)
     tokens = [*PROMPT[1:], 9]
@@ -168,15 +159,10 @@ def test_the_heads_experts_count_as_weights_and_only_where_it_is_open(
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def changed(path: Path, edit: Callable[[dict[str, mx.array]], Any], apart: bool = True) -> Path:
+def changed(path: Path, edit: heads.Edit, apart: bool = True) -> Path:
     """A checkpoint whose tensors `edit` has changed."""
     source = heads.checkpoint(path, honest=False, base=heads.MIXTURE, apart=apart)
-    tensors = dict(mx.load(str(source / "model.safetensors")))
-    mx.eval(list(tensors.values()))
-    edit(tensors)
-    (source / "model.safetensors").unlink()
-    mx.save_safetensors(str(source / "model.safetensors"), tensors)
-    return source
+    return heads.edited(source, edit)
 
 
 EXPERTS = "mtp.layers.0.mlp.experts."

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import heads
 import numpy as np
 import pytest
-from numpy_heads import NumpyHead, hidden_rows
+from numpy_heads import NumpyHead, head_rows, hidden_rows
 from toys import Toy
 
 from turbospark import DraftPolicies, OpenOptions, Runner
 from turbospark.drafting import Drafting
 from turbospark.errors import SessionFileError, SpeculationUnavailableError
-from turbospark.speculation.drafter import Proposal
 
 CPU: dict[str, Any] = {"max_context": 160, "device": "cpu", "dtype": "float32"}
 GREEDY: dict[str, Any] = {"max_new_tokens": 25, "temperature": 0, "ignore_eos": True}
@@ -50,15 +48,7 @@ def test_the_head_says_what_a_numpy_head_says(
         runner.toggles.mtp_batched_prime = batched
         assert runner.toggles.has_effect("mtp_batched_prime")
         runner.prefill(PROMPT, chunk=chunk)
-        engine, rows = runner._engine, []
-        assert engine is not None and engine.watcher is not None
-
-        def choose(row: np.ndarray, before: Sequence[int]) -> Proposal:
-            rows.append(np.array(row))
-            return Proposal(7 + len(before))
-
-        with engine.working():
-            engine.watcher.propose([*PROMPT, 9], 3, choose)
+        rows = head_rows(runner, [*PROMPT, 9], 3)
         runner.reset()
         normed = hidden_rows(runner, PROMPT)
     tokens, hidden = [*PROMPT[1:], 9], normed

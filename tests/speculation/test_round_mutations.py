@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import test_acceptance_laws as laws
-from numpy_heads import NumpyHead, hidden_rows
+from numpy_heads import NumpyHead, head_rows, hidden_rows
 from planting import plant
 from test_block_drafter import NumpyDrafter, tables
 from test_steered_drafters import STEERING, steered_pass
@@ -213,22 +213,14 @@ class Looker:
         return bool(np.abs(newest[0, 0] - hidden[-1]).max() < 1e-5)
 
     def head_logits(self) -> bool:
-        path, prompt, rows = self.carried("random mtp"), prompt_of("qwen3_5-base", 20), []
+        path, prompt = self.carried("random mtp"), prompt_of("qwen3_5-base", 20)
         with Runner.open(path, OpenOptions(**CPU, speculation=DraftPolicies(mtp=3))) as runner:
             runner.prefill(prompt, chunk=7)
-            engine = runner._engine
-            assert engine is not None and engine.watcher is not None
-
-            def choose(row: np.ndarray, before: Any) -> Proposal:
-                rows.append(np.array(row))
-                return Proposal(7)
-
-            with engine.working():
-                engine.watcher.propose([*prompt, 9], 1, choose)
+            row = head_rows(runner, [*prompt, 9], 1)[0]
             runner.reset()
             hidden = hidden_rows(runner, prompt)
         expected, _ = NumpyHead(path)([*prompt[1:], 9], hidden)
-        return bool(np.abs(rows[0] - expected).max() < 1e-4)
+        return bool(np.abs(row - expected).max() < 1e-4)
 
     def taps(self) -> bool:
         """What a block drafter proposes after steered rounds."""

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny_models
-from numpy_heads import NumpyHead, hidden_rows
+from numpy_heads import NumpyHead, head_rows, hidden_rows
 from oracle_folders import ORACLES
 from toys import prompt_of
 
@@ -27,29 +27,17 @@ from turbospark.errors import (
     SpeculationUnavailableError,
 )
 from turbospark.policies import MtpPolicy
-from turbospark.speculation.drafter import Proposal
 from turbospark.speculation.mtp import MtpHead
 
 CPU: dict[str, Any] = {"max_context": 160, "device": "cpu", "dtype": "float32"}
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
 PROMPT = prompt_of(heads.BASE, 20)
 Installed = Callable[[str], Path]
-Edit = Callable[[dict[str, mx.array]], Any]
 
 
-def edited(source: Path, edit: Edit) -> Path:
-    """The checkpoint with tensors that `edit` has changed."""
-    tensors = dict(mx.load(str(source / "model.safetensors")))
-    mx.eval(list(tensors.values()))
-    edit(tensors)
-    (source / "model.safetensors").unlink()
-    mx.save_safetensors(str(source / "model.safetensors"), tensors)
-    return source
-
-
-def with_head(root: Path, edit: Edit) -> Path:
+def with_head(root: Path, edit: heads.Edit) -> Path:
     """An install whose knowing head has been changed."""
-    source = edited(heads.checkpoint(root / "source", honest=True), edit)
+    source = heads.edited(heads.checkpoint(root / "source", honest=True), edit)
     return convert(source, root / "model", progress=False)
 
 
@@ -57,7 +45,7 @@ def opened(path: Path, **drafter: Any) -> Runner:
     return Runner.open(path, OpenOptions(**CPU, speculation=DraftPolicies(**drafter)))
 
 
-def times(name: str, factor: float) -> Edit:
+def times(name: str, factor: float) -> heads.Edit:
     def edit(tensors: dict[str, mx.array]) -> None:
         tensors[name] = tensors[name] * factor
 
@@ -88,7 +76,7 @@ def test_a_draft_model_that_is_not_finite_is_an_error(installed: Installed, tmp_
     for file in (ORACLES / "llama-base").iterdir():
         if file.suffix in (".json", ".safetensors"):
             (source / file.name).write_bytes(file.read_bytes())
-    edited(source, times("model.norm.weight", float("nan")))
+    heads.edited(source, times("model.norm.weight", float("nan")))
     broken = convert(source, tmp_path / "broken", progress=False)
     with (
         opened(installed("llama-base"), draft_model=broken) as runner,
@@ -126,7 +114,7 @@ def test_a_probe_of_a_head_that_is_always_wrong_fails_and_its_answers_are_right(
     ids=["columns", "width", "twice"],
 )
 def test_tensors_of_a_head_that_do_not_fit_are_refused(
-    edit: Edit, words: str, tmp_path: Path
+    edit: heads.Edit, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SourceError, match=words):
         with_head(tmp_path, edit)
@@ -162,25 +150,17 @@ def test_a_raw_head_on_a_tree_whose_norms_have_the_one_added_is_read_as_it_is(
             elif name.endswith("norm.weight") and "linear_attn" not in name:
                 tensors[name] = value + 1
 
-    source = edited(heads.checkpoint(tmp_path / "model-source", honest=False), as_mlx)
-    path, rows = convert(source, tmp_path / "model", progress=False), []
+    source = heads.edited(heads.checkpoint(tmp_path / "model-source", honest=False), as_mlx)
+    path = convert(source, tmp_path / "model", progress=False)
     with opened(path, mtp=2) as runner:
         runner.prefill(PROMPT)
-        engine = runner._engine
-        assert engine is not None and engine.watcher is not None
-
-        def choose(row: np.ndarray, before: Any) -> Proposal:
-            rows.append(np.array(row))
-            return Proposal(7)
-
-        with engine.working():
-            engine.watcher.propose([*PROMPT, 9], 1, choose)
+        row = head_rows(runner, [*PROMPT, 9], 1)[0]
         runner.reset()
         hidden = hidden_rows(runner, PROMPT)
     manifest = json.loads((path / "manifest.json").read_text())["turbospark"]["config"]
     assert (manifest["norm_convention"], manifest["mtp_norm_convention"]) == ("plain", "centred")
     expected, _ = NumpyHead(path)([*PROMPT[1:], 9], hidden)
-    np.testing.assert_allclose(rows[0], expected, atol=1e-4)
+    np.testing.assert_allclose(row, expected, atol=1e-4)
 
 
 def test_a_draft_model_whose_ids_spell_other_tokens_is_refused(tmp_path: Path) -> None:
