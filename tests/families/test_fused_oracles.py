@@ -1,4 +1,5 @@
-"""Fused layers against answers that mlx-lm computed from the same packed weights.
+"""Fused layers against answers that mlx-lm computed from the same packed weights, and gated delta
+nets whose single rows pass as one operation against recorded ones.
 
 A CPU expands packed matrices and fuses nothing; here it is made to behave like a GPU.
 """
@@ -17,12 +18,13 @@ from turbospark import OpenOptions, Runner, opening
 from turbospark.kernels import choices
 from turbospark.layers.weights import Weights
 
+DELTA_NETS = ["qwen3_5-irregular", "mlx-qwen3_5_moe-base-4bit", "qwen4_exp-base"]
 CASES = ["mlx-llama-llama3-4bit", "mlx-mixtral-base-4bit", "mlx-qwen3_moe-base-4bit"]
 
 
 @pytest.fixture(autouse=True)
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replace(choices.CHOICES["cpu"], fused_rows=1)
+    row = replace(choices.CHOICES["cpu"], fused_rows=1, delta_step=True)
     monkeypatch.setitem(choices.CHOICES, "cpu", row)
     monkeypatch.setattr(opening, "Weights", _packed)
 
@@ -51,6 +53,25 @@ def test_steps_follow_the_greedy_continuation(
         layers = oracle.config["num_hidden_layers"]
         fused = steps * layers if kernels == "auto" else 0
         assert runner.phase_counters.fused_layers == fused
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("name", DELTA_NETS)
+def test_gated_delta_nets_follow_the_greedy_continuation(
+    name: str, kernels: str, installed: Callable[[str], Path]
+) -> None:
+    oracle = Oracle(ORACLES / name)
+    options = OpenOptions(expert_residency="auto", max_context=200, kernels=kernels)
+    with Runner.open(installed(name), options) as runner:
+        rows = [np.array(runner.prefill(oracle.ids))]
+        before = runner.phase_counters
+        rows += [np.array(runner.step(token)) for token in oracle.greedy_ids[:-1]]
+        assert [int(row.argmax()) for row in rows] == list(oracle.greedy_ids)
+        assert float(np.abs(np.stack(rows) - oracle.greedy_logits).max()) < 2e-4
+        layers = oracle.config.get("text_config", oracle.config)["layer_types"]
+        nets = layers.count("linear_attention") if kernels == "auto" else 0
+        steps = len(oracle.greedy_ids) - 1
+        assert (runner.phase_counters - before).delta_steps == steps * nets
 
 
 def test_streamed_experts_leave_their_layers_as_they_are(installed: Callable[[str], Path]) -> None:

@@ -8,6 +8,7 @@ from cases import normal, packed
 from turbospark.dtypes import MXFP4, Quant, affine
 from turbospark.kernels import (
     decode_attention,
+    delta_step,
     expert_matrix,
     expert_scalar,
     experts,
@@ -227,6 +228,13 @@ def packed_block_attention() -> Launch:
     return packed_qsa.launch_partial(q, packed, near, ids, start, 4, 8)
 
 
+def delta_row() -> Launch:
+    ones, wide = mx.ones((4,)), normal((4, 1024), mx.float32, 0)
+    delta = delta_step.Delta(2, 4, 128, 128, wide, -ones, ones, mx.ones((128,)), 1e-6, False)
+    row, past = normal((1, 1, 1544), mx.bfloat16, 1), normal((1, 3, 1024), mx.bfloat16, 2)
+    return delta_step.launch(row, past, mx.zeros((1, 4, 128, 128)), delta)
+
+
 LAUNCHES = {
     make.__name__: make
     for make in (
@@ -249,6 +257,7 @@ LAUNCHES = {
         encoded_keys,
         encoded_values,
         router,
+        delta_row,
         block_scores,
         block_choice,
         block_attention,

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import test_decode_attention as attention
+import test_delta_step as delta
 import test_expert_mlp as experts
 import test_kv_encode as encoding
 import test_packed_decode as packed
@@ -24,6 +25,7 @@ from emulator import EmulationError, emulate
 from turbospark.dtypes import affine
 from turbospark.kernels import (
     decode_attention,
+    delta_step,
     expert_matrix,
     expert_scalar,
     kv_codec,
@@ -178,6 +180,16 @@ def best() -> Trial:
     logits = mx.round(normal((2, 70), mx.float32, 0, 0.5))
     run = router_topk.launch(logits, 6, True, 1.0)
     return Trial(run, router.loop(floats(logits), 6, True, 1.0)[0], 1e-9)
+
+
+def delta_token() -> Trial:
+    """All three outputs, one behind the other."""
+    case = delta.Case(2, 4, 48, 20, taps=3)
+
+    def all_of(outputs: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([a.ravel() for a in outputs])
+
+    return Trial(delta_step.launch(*case.inputs()), all_of(list(delta.loop(case))), 1e-5, all_of)
 
 
 def shares() -> Trial:
@@ -371,6 +383,31 @@ BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
     ),
     "encode: scales not unbiased": (
         encode_values, "norm * numbers[0] / ts_max(along", "norm / ts_max(numbers[0]",
+    ),
+    "delta: no barrier before the mixed inputs are read": (
+        delta_token, "  ts_barrier();\n\n  float q[EACH]", "  float q[EACH]",
+    ),
+    "delta: no barrier before the gated norm": (
+        delta_token, "  ts_barrier();\n\n  float square", "  float square",
+    ),
+    "delta: every head stores the inputs of its key head": (
+        delta_token, "i >= 2 * DK || head % SHARING == 0", "head % SHARING == 0",
+    ),
+    "delta: the past does not move": (
+        delta_token, "(t - 1) * C + c] = T(before)", "(t - 1) * C + c] = T(newest)",
+    ),
+    "delta: another head's keys": (delta_token, "head / SHARING;", "head % HK;"),
+    "delta: decay forgotten": (delta_token, "held[r][e] *= decay;", ""),
+    "delta: rows past the end": (
+        delta_token, "if (dv < DV && d < DK) next_state", "if (d < DK) next_state",
+    ),
+    "delta: columns past the end are counted": (
+        delta_token, "k[e] = d < DK ? mixed_s[DK + ts_min(d, DK - 1)] : 0.0f;",
+        "k[e] = mixed_s[DK + ts_min(d, DK - 1)];",
+    ),
+    "delta: the mean of another width": (delta_token, "/ float(DV)", "/ float(DK)"),
+    "delta: gates of a and b swapped": (
+        delta_token, "float(row[C + VALUES + head])", "float(row[C + VALUES + HV + head])",
     ),
     "router: the higher index wins ties": (best, "left[i] > best", "left[i] >= best"),
     "router: the chosen one stays": (best, "== id) left[i] = 0u", "== id) left[i] = left[i]"),

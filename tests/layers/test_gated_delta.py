@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from turbospark.cache.state import LayerStates
 from turbospark.dtypes import Raw
 from turbospark.install.planes import Planes
+from turbospark.kernels.choices import PLAIN, Choices
 from turbospark.layers.gated_delta import (
     DeltaInputs,
     DeltaShape,
@@ -21,7 +23,6 @@ from turbospark.layers.gated_delta import (
     gated_delta_reference,
     l2_norm,
     replay_state,
-    silu,
 )
 from turbospark.layers.weights import Weights
 
@@ -183,12 +184,13 @@ class Reader:
         return Planes(Raw("float32"), array.shape, mx.array(array))
 
 
-def layer(gate: Callable[[mx.array], mx.array] = silu, turned: bool = False) -> GatedDeltaNet:
+def layer(sigmoid: bool = False, turned: bool = False, kernels: Choices = PLAIN) -> GatedDeltaNet:
     found = tensors()
     if turned:
         found["m.conv1d.weight"] = found["m.conv1d.weight"].swapaxes(1, 2)
-    weights = Weights(Reader(found), {n: a.shape for n, a in found.items()}, mx.float32)
-    return GatedDeltaNet(weights, "m", 0, SHAPE, EPS, gate)
+    shapes = {n: a.shape for n, a in found.items()}
+    weights = Weights(Reader(found), shapes, mx.float32, kernels=kernels)
+    return GatedDeltaNet(weights, "m", 0, SHAPE, EPS, sigmoid)
 
 
 def run(net: GatedDeltaNet, x: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, LayerStates]:
@@ -234,7 +236,7 @@ def test_the_layer_is_what_the_paper_writes(turned: bool) -> None:
 
 
 def test_another_output_gate_can_be_asked_for() -> None:
-    found, _ = run(layer(mx.sigmoid), X, [40])
+    found, _ = run(layer(sigmoid=True), X, [40])
     np.testing.assert_allclose(found, plainly(X, sigmoid), atol=2e-5)
 
 
@@ -245,6 +247,28 @@ def test_the_layer_carries_its_memory_across_passes_to_the_bit(sizes: list[int])
     np.testing.assert_array_equal(found, whole)
     for a, b in zip(again.arrays(), states.arrays(), strict=True):
         np.testing.assert_array_equal(np.array(a), np.array(b))
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_single_rows_may_pass_as_one_operation(sigmoid: bool) -> None:
+    whole, last = run(layer(sigmoid), X, [40])
+    net = layer(sigmoid, kernels=replace(PLAIN, delta_step=True))
+    found, states = run(net, X, [9, *[1] * 20, 11])
+    np.testing.assert_allclose(found, whole, atol=2e-6)
+    for a, b in zip(states.arrays(), last.arrays(), strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=2e-6)
+
+
+def test_a_taped_row_that_passed_as_one_operation_can_be_kept() -> None:
+    net = layer(kernels=replace(PLAIN, delta_step=True))
+    states = LayerStates([SHAPE.memory], 100, mx.float32)
+    states.begin(1, tape=True)
+    net(mx.array(X[:, :1]), states)
+    assert states.step.counts == {"delta_steps": 1}
+    states.layers[0].keep_rows(0, 1)
+    _, plain = run(layer(), X, [1])
+    for a, b in zip(states.arrays(), plain.arrays(), strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=2e-6)
 
 
 def test_the_kept_convolution_inputs_do_not_hold_the_whole_pass() -> None:

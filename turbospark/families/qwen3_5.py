@@ -34,7 +34,7 @@ from turbospark.families.qwen3_5_shapes import (
     norm_shapes,
 )
 from turbospark.install.arch import ArchConfig
-from turbospark.layers.gated_delta import DeltaShape, GatedDeltaNet, silu
+from turbospark.layers.gated_delta import DeltaShape, GatedDeltaNet
 from turbospark.layers.mlp import GatedMLP, SharedExpertMLP
 from turbospark.layers.moe import swiglu
 from turbospark.layers.rope import Rope, make_rope
@@ -291,9 +291,7 @@ class Layer:
         if full:
             self.mixer = Attention(c, w, f"{name}.self_attn", layer, rope)
         else:
-            self.mixer = GatedDeltaNet(
-                w, f"{name}.linear_attn", layer, c.delta, c.rms_norm_eps, gate=silu
-            )
+            self.mixer = GatedDeltaNet(w, f"{name}.linear_attn", layer, c.delta, c.rms_norm_eps)
         self.post_attention_layernorm = w.norm(
             f"{name}.post_attention_layernorm.weight", c.rms_norm_eps, c.centred
         )

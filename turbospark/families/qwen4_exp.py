@@ -28,7 +28,7 @@ from turbospark.families.qwen4_config import (
     read_config,
 )
 from turbospark.install.planes import Planes
-from turbospark.layers.gated_delta import GatedDeltaNet, silu
+from turbospark.layers.gated_delta import GatedDeltaNet
 from turbospark.layers.hyper import HyperConnection, HyperMixer, written
 from turbospark.layers.linear import fuse
 from turbospark.layers.mlp import SharedExpertMLP
@@ -107,8 +107,8 @@ class Layer:
         if c.layer_types[layer] == SPARSE:
             self.mixer = Attention(c, w, f"{name}.self_attn", layer, rope)
         else:
-            gate = mx.sigmoid if c.output_gate == "sigmoid" else silu
-            self.mixer = GatedDeltaNet(w, f"{name}.linear_attn", layer, c.delta, eps, gate)
+            sigmoid = c.output_gate == "sigmoid"
+            self.mixer = GatedDeltaNet(w, f"{name}.linear_attn", layer, c.delta, eps, sigmoid)
         self.read_mixer, self.read_mlp = (
             HyperConnection(w, f"{name}.{part}_hyper_connection", c.hc_count, eps)
             for part in ("attn", "mlp")

@@ -22,7 +22,8 @@ class Choices:
     the whole buffer. `packed_rows`: the most rows of a pass that attend packed caches by kernels;
     `fused_rows`: the most rows of a pass that runs through fused layers;
     `compiled`: one row runs through all of them as one traced graph; `chained`: with one launch
-    for each layer. `block_sparse`: chosen blocks are scored, selected and attended by kernels.
+    for each layer. `block_sparse`: chosen blocks are scored, selected and attended by kernels;
+    `delta_step`: one row passes a gated delta net, between its projections, as one launch.
     `prefill_chunk`: prompt tokens per pass for "auto".
     """
 
@@ -34,6 +35,7 @@ class Choices:
     compiled: bool
     chained: bool
     block_sparse: bool
+    delta_step: bool
     prefill_chunk: int
 
     def without_kernels(self) -> Choices:
@@ -46,6 +48,7 @@ class Choices:
             compiled=False,
             chained=False,
             block_sparse=False,
+            delta_step=False,
         )
 
 
@@ -58,6 +61,7 @@ PLAIN = Choices(
     compiled=False,
     chained=False,
     block_sparse=False,
+    delta_step=False,
     prefill_chunk=512,
 )
 
@@ -79,6 +83,7 @@ CHOICES = {
         compiled=True,
         chained=True,
         block_sparse=True,
+        delta_step=True,
         prefill_chunk=4096,
     ),
 }

@@ -1,23 +1,24 @@
 """The gated delta net: linear attention with a matrix memory per value head.
 
 In this order: the recurrence in plain ops, the same through MLX's own primitive, its inputs
-(convolution, norms, gates), the layer. Knows no model; `cache.recurrent` holds its state.
+(convolution, norms, gates), the layer. Knows no model; `cache.recurrent` holds its state,
+`kernels.delta_step` is the same for one row on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from turbospark.cache.attend import Step
 from turbospark.cache.recurrent import RecurrentState, Saved
 from turbospark.cache.specs import RecurrentSpec
 from turbospark.cache.state import LayerStates
+from turbospark.kernels.delta_step import L2_EPS, Delta, delta_step
 from turbospark.layers.norm import RMSNorm
 from turbospark.layers.weights import Weights
 
-L2_EPS = 1e-6
 # Above this many rows MLX's Metal kernel works in blocks and rounds differently than row by row.
 SEQUENTIAL_ROWS = 8
 
@@ -143,7 +144,7 @@ class DeltaShape:
 class GatedDeltaNet:
     """Projections, convolution, recurrence, gated norm; one layer of tensors under `name`.
 
-    `gate` is applied to the z projection: silu or sigmoid.
+    The gate of the output is silu(z), or sigmoid(z) with `sigmoid`.
     """
 
     def __init__(
@@ -153,25 +154,37 @@ class GatedDeltaNet:
         layer: int,
         shape: DeltaShape,
         eps: float,
-        gate: Callable[[mx.array], mx.array],
+        sigmoid: bool = False,
     ) -> None:
-        self.layer, self.shape, self.gate = layer, shape, gate
+        self.layer, self.shape = layer, shape
         self.in_proj = w.fused([f"{name}.in_proj_{p}" for p in ("qkv", "z", "b", "a")])
         self.out_proj = w.linear(f"{name}.out_proj")
-        kernel = w.array(f"{name}.conv1d.weight", mx.float32)
-        self.kernel = mx.contiguous(kernel.reshape(shape.channels, shape.taps).T)
-        self.rate = -mx.exp(w.array(f"{name}.A_log", mx.float32))
-        self.dt_bias = w.array(f"{name}.dt_bias", mx.float32)
-        self.norm = RMSNorm(w.array(f"{name}.norm.weight", mx.float32), eps)
+        taps = w.array(f"{name}.conv1d.weight", mx.float32).reshape(shape.channels, shape.taps)
+        self.delta = Delta(
+            shape.key_heads,
+            shape.value_heads,
+            shape.key_dim,
+            shape.value_dim,
+            taps=mx.contiguous(taps.T),
+            rate=-mx.exp(w.array(f"{name}.A_log", mx.float32)),
+            dt_bias=w.array(f"{name}.dt_bias", mx.float32),
+            norm=w.array(f"{name}.norm.weight", mx.float32),
+            eps=eps,
+            sigmoid=sigmoid,
+        )
+        self.norm = RMSNorm(self.delta.norm, eps)
+        self.steps = w.kernels.delta_step
         # q carries 1 / sqrt(Dk) twice: once to undo the root of the mean, once as its scale.
         self.q_scale = mx.full((shape.key_dim,), 1.0 / shape.key_dim)
         self.k_scale = mx.full((shape.key_dim,), shape.key_dim**-0.5)
-        mx.eval(self.kernel, self.rate, self.q_scale, self.k_scale)
+        mx.eval(self.delta.taps, self.delta.rate, self.q_scale, self.k_scale)
 
     def __call__(self, x: mx.array, states: LayerStates) -> mx.array:
         """x [1, L, H] -> [1, L, H]; the layer's memory moves on by L rows."""
         shape, rows = self.shape, x.shape[1]
         memory: RecurrentState = states.layers[self.layer]
+        if rows == 1 and self.steps:
+            return self._one_row(x, memory, states.step)
         qkv, z, b, a = self.in_proj(x)
         joined = mx.concatenate([memory.conv.astype(qkv.dtype), qkv], axis=1)
         inputs = self._inputs(joined, b, a)
@@ -183,19 +196,28 @@ class GatedDeltaNet:
 
         memory.update(states.step, (state, self._past(joined, rows)), after)
         z = z.astype(mx.float32).reshape(1, rows, shape.value_heads, shape.value_dim)
-        out = self.norm(out) * self.gate(z)
+        out = self.norm(out) * (mx.sigmoid(z) if self.delta.sigmoid else silu(z))
         return self.out_proj(out.reshape(1, rows, shape.values).astype(x.dtype))
+
+    def _one_row(self, x: mx.array, memory: RecurrentState, step: Step) -> mx.array:
+        """`__call__` for one row, with one launch between the projections."""
+        row = self.in_proj.joined(x)
+        out, past, state = delta_step(row, memory.conv, memory.state, self.delta)
+        # A tape of one row is never cut: its replay is what it left.
+        memory.update(step, (state, past), lambda _: (state, past))
+        step.count("delta_steps", 1)
+        return self.out_proj(out)
 
     def _inputs(self, joined: mx.array, b: mx.array, a: mx.array) -> DeltaInputs:
         shape, rows = self.shape, b.shape[1]
-        mixed = silu(causal_conv(joined.astype(mx.float32), self.kernel))
+        mixed = silu(causal_conv(joined.astype(mx.float32), self.delta.taps))
         q, k, v = mx.split(mixed, [shape.keys, 2 * shape.keys], axis=-1)
         heads = (1, rows, shape.key_heads, shape.key_dim)
         return DeltaInputs(
             l2_norm(q.reshape(heads), self.q_scale),
             l2_norm(k.reshape(heads), self.k_scale),
             v.reshape(1, rows, shape.value_heads, shape.value_dim),
-            decay_of(a, self.rate, self.dt_bias),
+            decay_of(a, self.delta.rate, self.delta.dt_bias),
             mx.sigmoid(b.astype(mx.float32)),
         )
 

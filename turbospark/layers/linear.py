@@ -103,6 +103,11 @@ class FusedLinear:
             return [self.parts[0](x)]
         return list(mx.split(self.parts[0](x), list(accumulate(self.sizes))[:-1], axis=-1))
 
+    def joined(self, x: mx.array) -> mx.array:
+        """The same side by side: x [..., in] -> [..., all sizes together]."""
+        found = [part(x) for part in self.parts]
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
+
 
 def fuse(parts: Sequence[AnyLinear], sizes: Sequence[int]) -> FusedLinear:
     """Join matrices along their outputs when they are stored alike; else keep them apart."""
