@@ -123,6 +123,8 @@ class SharedTensors:
         return name in self.arrays
 
     def read(self, name: str) -> Planes:
+        if not name.endswith(".weight"):
+            return Planes(Raw("bfloat16"), self.shapes[name], self.arrays[name])
         return self.planes(name.removesuffix(".weight"), self.shapes[name])
 
     def planes(self, module: str, shape: tuple[int, ...]) -> Planes:

@@ -8,7 +8,14 @@ import pytest
 from cases import error, floats
 
 from turbospark.dtypes import MXFP4, affine
-from turbospark.kernels import check, check_chain, check_packed, expert_matrix, qmv_matrix
+from turbospark.kernels import (
+    check,
+    check_chain,
+    check_delta,
+    check_packed,
+    expert_matrix,
+    qmv_matrix,
+)
 from turbospark.kernels.decode_attention import Rules
 
 
@@ -25,6 +32,8 @@ CHECKS = {
     "ring": lambda: check._attention(1, 2, 64, 90, 64, Rules(0.1, 32, True), sinks=True),
     "chain": lambda: check_chain._feed_forward(128, 192),
     "rope": check._rope,
+    "a delta net's output": lambda: next(check_delta.delta_checks()),
+    "a delta net's memory": lambda: list(check_delta.delta_checks())[1],
     "packed": lambda: check_packed._packed(2, 2, 64, 150, (4, 3), 3),
     "turned": check_packed._turned,
     "encoded keys": lambda: check_packed._encoded(True),

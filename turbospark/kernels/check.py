@@ -30,6 +30,7 @@ from turbospark.kernels import (
 )
 from turbospark.kernels.check_base import Check, Planes, dense, floats, nbytes, normal, packed
 from turbospark.kernels.check_chain import chain_checks
+from turbospark.kernels.check_delta import delta_checks
 from turbospark.kernels.check_packed import packed_checks
 from turbospark.kernels.choices import backend
 from turbospark.kernels.decode_attention import (
@@ -342,6 +343,7 @@ CHECKS = {
     ("chain",): chain_checks,
     ("decode_attention",): attention_checks,
     ("qsa",): sparse_checks,
+    ("delta_step",): delta_checks,
     ("expert_matrix", "expert_scalar"): expert_checks,
     ("packed_decode", "packed_qsa", "packed_turn", "kv_encode"): packed_checks,
     ("router_topk", "rope_kv", "likeliest"): small_checks,

@@ -1,0 +1,151 @@
+"""Gated delta nets, one token at a time, beside mlx-lm's on the same weights.
+
+    python benchmarks/delta_step.py [--layers 12] [--tokens 64] [--rounds 3]
+
+A stack of gated delta nets of Qwen3.5-35B-A3B's shape (hidden 2048, 16 key and 32 value heads of
+128), random 4-bit group-64 weights in bfloat16; every layer reads what the one before gave. Ways:
+mlx-lm's layer, ours of MLX's operations (its fused recurrence among them), ours with one launch
+between the projections. Microseconds per layer and token, medians of rounds taken in turn; and how
+far the outputs of the two of ours are apart. Needs mlx-lm: pip install mlx-lm==0.32.2
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from gpu_vs_mlx_lm import SharedTensors, random_like
+from mlx.utils import tree_map
+from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.qwen3_5 import GatedDeltaNet as PeerNet
+from mlx_lm.models.qwen3_5 import TextModelArgs
+
+from turbospark.cache.state import LayerStates
+from turbospark.kernels.choices import Choices, choices
+from turbospark.layers.gated_delta import DeltaShape, GatedDeltaNet
+from turbospark.layers.weights import Weights
+
+HIDDEN, EPS = 2048, 1e-6
+SHAPE = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4)
+CONFIG = {
+    "hidden_size": HIDDEN, "rms_norm_eps": EPS, "linear_num_key_heads": SHAPE.key_heads,
+    "linear_num_value_heads": SHAPE.value_heads, "linear_key_head_dim": SHAPE.key_dim,
+    "linear_value_head_dim": SHAPE.value_dim, "linear_conv_kernel_dim": SHAPE.taps,
+}  # fmt: skip
+SHAPES = {
+    "in_proj_qkv.weight": (SHAPE.channels, HIDDEN),
+    "in_proj_z.weight": (SHAPE.values, HIDDEN),
+    "in_proj_b.weight": (SHAPE.value_heads, HIDDEN),
+    "in_proj_a.weight": (SHAPE.value_heads, HIDDEN),
+    "out_proj.weight": (HIDDEN, SHAPE.values),
+    "conv1d.weight": (SHAPE.channels, SHAPE.taps, 1),
+    "A_log": (SHAPE.value_heads,),
+    "dt_bias": (SHAPE.value_heads,),
+    "norm.weight": (SHAPE.value_dim,),
+}
+Step = Callable[[mx.array], mx.array]
+
+
+class Stack(nn.Module):
+    """mlx-lm's layers, quantized, of random words; sums stay in range by each layer's norm."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        args = TextModelArgs.from_dict(CONFIG)
+        self.nets = [PeerNet(args) for _ in range(count)]
+        nn.quantize(self, group_size=64, bits=4, class_predicate=self._packed)
+        self.update(tree_map(random_like, self.parameters()))
+        mx.eval(self.parameters())
+
+    @staticmethod
+    def _packed(path: str, layer: nn.Module) -> bool:
+        return hasattr(layer, "to_quantized")
+
+    def stepper(self) -> Step:
+        """One token through all of them, with caches of their own."""
+        caches = [ArraysCache(size=2) for _ in self.nets]
+
+        def step(x: mx.array) -> mx.array:
+            for net, cache in zip(self.nets, caches, strict=True):
+                x = x + net(x, cache=cache)
+            mx.async_eval(x, [a for cache in caches for a in cache.state])
+            return x
+
+        return step
+
+
+def our_stepper(stack: Stack, kernels: Choices) -> Step:
+    """The same of turbospark over the same arrays."""
+    nets = []
+    for i in range(len(stack.nets)):
+        shapes = {f"nets.{i}.{name}": shape for name, shape in SHAPES.items()}
+        weights = Weights(SharedTensors(stack, shapes), shapes, mx.bfloat16, kernels=kernels)
+        nets.append(GatedDeltaNet(weights, f"nets.{i}", i, SHAPE, EPS))
+    states = LayerStates([SHAPE.memory] * len(nets), 1 << 20, mx.bfloat16)
+
+    def step(x: mx.array) -> mx.array:
+        states.begin(1)
+        for net in nets:
+            x = x + net(x, states)
+        mx.async_eval(x, states.arrays())
+        states.advance()
+        return x
+
+    return step
+
+
+def timed(step: Step, rows: list[mx.array]) -> float:
+    """Microseconds of one token through the stack; tokens are begun without waiting for each."""
+    mx.synchronize()
+    start = time.perf_counter()
+    for row in rows:
+        step(row)
+    mx.synchronize()
+    return (time.perf_counter() - start) / len(rows) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    device = mx.default_device()
+    name = mx.device_info().get("device_name", "CPU")
+    print(f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, {name}", flush=True)
+    stack = Stack(args.layers)
+    best = choices(device)
+    plain, fused = (replace(best, delta_step=on) for on in (False, True))
+    ways = {
+        "mlx-lm": stack.stepper(),
+        "MLX's operations": our_stepper(stack, plain),
+        "one launch": our_stepper(stack, fused),
+    }
+    rows = [mx.random.normal((1, 1, HIDDEN)).astype(mx.bfloat16) for _ in range(args.tokens)]
+    mx.eval(rows)
+    firsts = {way: np.array(step(rows[0]).astype(mx.float32)) for way, step in ways.items()}
+    want = firsts["MLX's operations"]
+    for way in ("mlx-lm", "one launch"):
+        print(f"{way}: first output differs by {np.abs(firsts[way] - want).max():.1e} of "
+              f"{np.abs(want).max():.2f}", flush=True)  # fmt: skip
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(args.rounds + 1):
+        for way, step in ways.items():
+            us = timed(step, rows) / args.layers
+            if turn:
+                times[way].append(us)
+    peer = statistics.median(times["mlx-lm"])
+    for way, found in times.items():
+        us = statistics.median(found)
+        print(f"{way:18} {us:8.1f} us per layer and token, {peer / us:5.2f}x of mlx-lm")
+
+
+if __name__ == "__main__":
+    main()
