@@ -1,12 +1,14 @@
 """Gated delta nets, one token at a time, beside mlx-lm's on the same weights.
 
-    python benchmarks/delta_step.py [--layers 12] [--tokens 64] [--rounds 3]
+    python benchmarks/delta_step.py [--layers 12] [--tokens 64] [--rounds 3] [--model]
 
 A stack of gated delta nets of Qwen3.5-35B-A3B's shape (hidden 2048, 16 key and 32 value heads of
 128), random 4-bit group-64 weights in bfloat16; every layer reads what the one before gave. Ways:
 mlx-lm's layer, ours of MLX's operations (its fused recurrence among them), ours with one launch
 between the projections. Microseconds per layer and token, medians of rounds taken in turn; and how
-far the outputs of the two of ours are apart. Needs mlx-lm: pip install mlx-lm==0.32.2
+far the outputs of the other two are from the second's. `--model` also decodes after 512 tokens by
+a whole dense model of Qwen3.5-9B's widths, one layer of four full attention.
+Needs mlx-lm: pip install mlx-lm==0.32.2
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ from importlib.metadata import version
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from gpu_vs_mlx_lm import SharedTensors, random_like
-from mlx.utils import tree_map
+from gpu_vs_mlx_lm import (
+    SharedTensors,
+    our_decode,
+    peer_decode,
+    random_prompt,
+    random_words,
+    turbospark_engine,
+)
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.qwen3_5 import GatedDeltaNet as PeerNet
-from mlx_lm.models.qwen3_5 import TextModelArgs
+from mlx_lm.models.qwen3_5 import TextModel, TextModelArgs
 
 from turbospark.cache.state import LayerStates
 from turbospark.kernels.choices import Choices, choices
@@ -50,6 +58,13 @@ SHAPES = {
     "dt_bias": (SHAPE.value_heads,),
     "norm.weight": (SHAPE.value_dim,),
 }
+MODEL = CONFIG | {
+    "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "vocab_size": 248320, "max_position_embeddings": 262144, "tie_word_embeddings": False,
+    "norm_convention": "plain", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 Step = Callable[[mx.array], mx.array]
 
 
@@ -60,13 +75,7 @@ class Stack(nn.Module):
         super().__init__()
         args = TextModelArgs.from_dict(CONFIG)
         self.nets = [PeerNet(args) for _ in range(count)]
-        nn.quantize(self, group_size=64, bits=4, class_predicate=self._packed)
-        self.update(tree_map(random_like, self.parameters()))
-        mx.eval(self.parameters())
-
-    @staticmethod
-    def _packed(path: str, layer: nn.Module) -> bool:
-        return hasattr(layer, "to_quantized")
+        random_words(self)
 
     def stepper(self) -> Step:
         """One token through all of them, with caches of their own."""
@@ -111,11 +120,29 @@ def timed(step: Step, rows: list[mx.array]) -> float:
     return (time.perf_counter() - start) / len(rows) * 1e6
 
 
+def whole_model(ways: dict[str, Choices], tokens: int, rounds: int) -> None:
+    """Tokens per second of a whole model, decoding and (of the prompt) prefill."""
+    model = random_words(TextModel(TextModelArgs.from_dict(MODEL)))
+    prompt, context = random_prompt(512), 512 + tokens + 8
+    engines = {way: turbospark_engine(model, MODEL, context, best) for way, best in ways.items()}
+    runs = {"mlx-lm": lambda: peer_decode(model, prompt, tokens)}
+    for way, engine in engines.items():
+        runs[way] = lambda e=engine: our_decode(e, prompt, tokens)  # type: ignore[misc]
+    rates: dict[str, list[tuple[float, float]]] = {way: [] for way in runs}
+    for _ in range(rounds + 1):
+        for way, run in runs.items():
+            rates[way].append(run())
+    for way, found in rates.items():
+        prefill, decode = (statistics.median(r[k] for r in found[1:]) for k in (0, 1))
+        print(f"whole model, {way:18} decode {decode:6.1f}, prefill {prefill:6.0f} tokens/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", action="store_true", help="also a whole model")
     args = parser.parse_args()
     device = mx.default_device()
     name = mx.device_info().get("device_name", "CPU")
@@ -145,6 +172,8 @@ def main() -> None:
     for way, found in times.items():
         us = statistics.median(found)
         print(f"{way:18} {us:8.1f} us per layer and token, {peer / us:5.2f}x of mlx-lm")
+    if args.model:
+        whole_model({"MLX's operations": plain, "one launch": fused}, args.tokens, args.rounds)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from turbospark.experts.resident import ResidentExperts
 from turbospark.families import family_for_model_type
 from turbospark.families.config import ConfigReader
 from turbospark.install.planes import Planes
-from turbospark.kernels.choices import choices
+from turbospark.kernels.choices import Choices, choices
 from turbospark.kernels.decode_attention import tuned
 from turbospark.kernels.likeliest import likeliest, likeliest_reference
 from turbospark.layers.weights import Weights
@@ -87,7 +87,11 @@ PREFILL = {"llama-8b": 8192, "qwen3-30b-a3b": 4096}
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
     """mlx-lm's model of that shape, quantized, with random words in place of weights."""
     module = import_module(f"mlx_lm.models.{config['model_type']}")
-    model = module.Model(module.ModelArgs.from_dict(config))
+    return random_words(module.Model(module.ModelArgs.from_dict(config)))
+
+
+def random_words(model: nn.Module) -> nn.Module:
+    """`model` quantized (4 bits, routers 8), with random words in place of weights."""
 
     def wanted(path: str, layer: nn.Module) -> bool | dict[str, int]:
         if path.endswith("mlp.gate"):
@@ -137,13 +141,15 @@ class SharedTensors:
         return Planes(fmt, shape, weight, scales, self.arrays[f"{module}.biases"])
 
 
-def turbospark_engine(model: nn.Module, config: dict[str, Any], context: int) -> Engine:
-    """Our engine over the same arrays."""
+def turbospark_engine(
+    model: nn.Module, config: dict[str, Any], context: int, best: Choices | None = None
+) -> Engine:
+    """Our engine over the same arrays; `best` in place of the table's choices."""
     family = family_for_model_type(config["model_type"])
     ours = family.read_config(ConfigReader(config))
     tensors = SharedTensors(model, family.weight_shapes(ours))
     toggles = LiveToggles(RuntimeToggles())
-    best = choices(mx.default_device())
+    best = best or choices(mx.default_device())
     layers = {}
     for i, shape in family.expert_shapes(ours).items():
         matrices = []
