@@ -45,8 +45,8 @@ class PhaseCounters(display.Shown):
     """Attention products, over all layers: one per layer and pass, or per row of it."""
     fused_layers: int = 0
     """Layers that ran as a few fused launches, over all passes (`kernels`)."""
-    delta_steps: int = 0
-    """Single rows that passed a gated delta net as one launch, over all layers (`kernels`)."""
+    delta_rows: int = 0
+    """Rows that passed gated delta nets by kernels of our own, over all layers (`kernels`)."""
     qsa_rows_dense: int = 0
     """Query rows that block-sparse layers attended densely: few keys, or `qsa_force_dense`."""
     qsa_rows_sparse: int = 0

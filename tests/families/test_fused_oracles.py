@@ -24,7 +24,7 @@ CASES = ["mlx-llama-llama3-4bit", "mlx-mixtral-base-4bit", "mlx-qwen3_moe-base-4
 
 @pytest.fixture(autouse=True)
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replace(choices.CHOICES["cpu"], fused_rows=1, delta_step=True)
+    row = replace(choices.CHOICES["cpu"], fused_rows=1, gated_delta=True)
     monkeypatch.setitem(choices.CHOICES, "cpu", row)
     monkeypatch.setattr(opening, "Weights", _packed)
 
@@ -71,7 +71,7 @@ def test_gated_delta_nets_follow_the_greedy_continuation(
         layers = oracle.config.get("text_config", oracle.config)["layer_types"]
         nets = layers.count("linear_attention") if kernels == "auto" else 0
         steps = len(oracle.greedy_ids) - 1
-        assert (runner.phase_counters - before).delta_steps == steps * nets
+        assert (runner.phase_counters - before).delta_rows == steps * nets
 
 
 def test_streamed_experts_leave_their_layers_as_they_are(installed: Callable[[str], Path]) -> None:

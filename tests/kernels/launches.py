@@ -8,6 +8,7 @@ from cases import normal, packed
 from turbospark.dtypes import MXFP4, Quant, affine
 from turbospark.kernels import (
     decode_attention,
+    delta_rows,
     delta_step,
     expert_matrix,
     expert_scalar,
@@ -235,6 +236,13 @@ def delta_row() -> Launch:
     return delta_step.launch(row, past, mx.zeros((1, 4, 128, 128)), delta)
 
 
+def delta_pass() -> Launch:
+    q, v = normal((1, 5, 2, 128), mx.float32, 0), normal((1, 5, 4, 128), mx.float32, 1)
+    gates = mx.ones((1, 5, 4))
+    inputs = delta_rows.DeltaInputs(q, q, v, gates, gates)
+    return delta_rows.launch(inputs, mx.zeros((1, 4, 128, 128)))
+
+
 LAUNCHES = {
     make.__name__: make
     for make in (
@@ -258,6 +266,7 @@ LAUNCHES = {
         encoded_values,
         router,
         delta_row,
+        delta_pass,
         block_scores,
         block_choice,
         block_attention,

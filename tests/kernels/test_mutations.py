@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import test_decode_attention as attention
+import test_delta_rows as rows_of_delta
 import test_delta_step as delta
 import test_expert_mlp as experts
 import test_kv_encode as encoding
@@ -25,6 +26,7 @@ from emulator import EmulationError, emulate
 from turbospark.dtypes import affine
 from turbospark.kernels import (
     decode_attention,
+    delta_rows,
     delta_step,
     expert_matrix,
     expert_scalar,
@@ -183,13 +185,19 @@ def best() -> Trial:
 
 
 def delta_token() -> Trial:
-    """All three outputs, one behind the other."""
     case = delta.Case(2, 4, 48, 20, taps=3)
+    return Trial(delta_step.launch(*case.inputs()), all_of(delta.loop(case)), 1e-5, all_of)
 
-    def all_of(outputs: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate([a.ravel() for a in outputs])
 
-    return Trial(delta_step.launch(*case.inputs()), all_of(list(delta.loop(case))), 1e-5, all_of)
+def delta_pass() -> Trial:
+    case = rows_of_delta.Case(2, 4, 48, 22, 5)
+    want = all_of(rows_of_delta.loop(case))
+    return Trial(delta_rows.launch(*case.inputs()), want, 1e-5, all_of)
+
+
+def all_of(outputs: Sequence[np.ndarray]) -> np.ndarray:
+    """One behind the other."""
+    return np.concatenate([a.ravel() for a in outputs])
 
 
 def shares() -> Trial:
@@ -408,6 +416,20 @@ BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
     "delta: the mean of another width": (delta_token, "/ float(DV)", "/ float(DK)"),
     "delta: gates of a and b swapped": (
         delta_token, "float(row[C + VALUES + head])", "float(row[C + VALUES + HV + head])",
+    ),
+    "delta rows: the same row again": (
+        delta_pass, "ts_min(t + 1, rows - 1)", "ts_min(t, rows - 1)",
+    ),
+    "delta rows: another head's keys": (delta_pass, "head / SHARING;", "head % HK;"),
+    "delta rows: decay forgotten": (delta_pass, "held[r][e] *= decay_now;", ""),
+    "delta rows: values of another row": (
+        delta_pass, "v_now[r] = v_next[r]", "v_now[r] = v_next[0]",
+    ),
+    "delta rows: rows past the end": (
+        delta_pass, "if (lane < R && first + lane < DV)", "if (lane < R)",
+    ),
+    "delta rows: columns past the end are counted": (
+        delta_pass, "k_now[e] = d < DK ? k_next[e] : 0.0f", "k_now[e] = k_next[e]",
     ),
     "router: the higher index wins ties": (best, "left[i] > best", "left[i] >= best"),
     "router: the chosen one stays": (best, "== id) left[i] = 0u", "== id) left[i] = left[i]"),

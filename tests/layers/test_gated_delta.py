@@ -13,14 +13,12 @@ from turbospark.cache.state import LayerStates
 from turbospark.dtypes import Raw
 from turbospark.install.planes import Planes
 from turbospark.kernels.choices import PLAIN, Choices
+from turbospark.kernels.delta_rows import DeltaInputs, gated_delta, gated_delta_reference
 from turbospark.layers.gated_delta import (
-    DeltaInputs,
     DeltaShape,
     GatedDeltaNet,
     causal_conv,
     decay_of,
-    gated_delta,
-    gated_delta_reference,
     l2_norm,
     replay_state,
 )
@@ -252,7 +250,7 @@ def test_the_layer_carries_its_memory_across_passes_to_the_bit(sizes: list[int])
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_single_rows_may_pass_as_one_operation(sigmoid: bool) -> None:
     whole, last = run(layer(sigmoid), X, [40])
-    net = layer(sigmoid, kernels=replace(PLAIN, delta_step=True))
+    net = layer(sigmoid, kernels=replace(PLAIN, gated_delta=True))
     found, states = run(net, X, [9, *[1] * 20, 11])
     np.testing.assert_allclose(found, whole, atol=2e-6)
     for a, b in zip(states.arrays(), last.arrays(), strict=True):
@@ -260,11 +258,11 @@ def test_single_rows_may_pass_as_one_operation(sigmoid: bool) -> None:
 
 
 def test_a_taped_row_that_passed_as_one_operation_can_be_kept() -> None:
-    net = layer(kernels=replace(PLAIN, delta_step=True))
+    net = layer(kernels=replace(PLAIN, gated_delta=True))
     states = LayerStates([SHAPE.memory], 100, mx.float32)
     states.begin(1, tape=True)
     net(mx.array(X[:, :1]), states)
-    assert states.step.counts == {"delta_steps": 1}
+    assert states.step.counts == {"delta_rows": 1}
     states.layers[0].keep_rows(0, 1)
     _, plain = run(layer(), X, [1])
     for a, b in zip(states.arrays(), plain.arrays(), strict=True):

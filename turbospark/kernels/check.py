@@ -343,7 +343,7 @@ CHECKS = {
     ("chain",): chain_checks,
     ("decode_attention",): attention_checks,
     ("qsa",): sparse_checks,
-    ("delta_step",): delta_checks,
+    ("delta_step", "delta_rows"): delta_checks,
     ("expert_matrix", "expert_scalar"): expert_checks,
     ("packed_decode", "packed_qsa", "packed_turn", "kv_encode"): packed_checks,
     ("router_topk", "rope_kv", "likeliest"): small_checks,

@@ -1,4 +1,4 @@
-"""Checks of a gated delta net's step; see `check`."""
+"""Checks of a gated delta net's step and recurrence; see `check`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
+from turbospark.kernels import delta_rows, delta_step
 from turbospark.kernels.check_base import Check, floats, normal
-from turbospark.kernels.delta_step import Delta, delta_step_reference, launch
+from turbospark.kernels.delta_step import Delta
 
 KEY_HEADS, VALUE_HEADS, DIM, TAPS = 16, 32, 128, 4
 KEYS, VALUES = KEY_HEADS * DIM, VALUE_HEADS * DIM
@@ -16,6 +17,39 @@ CHANNELS = 2 * KEYS + VALUES
 
 
 def delta_checks() -> Iterator[Check]:
+    """One row with all around it, and the recurrence of many."""
+    yield from step_checks()
+    yield rows_check(512)
+
+
+def rows_check(rows: int) -> Check:
+    """What `rows` rows give."""
+    keys, values = (1, rows, KEY_HEADS, DIM), (1, rows, VALUE_HEADS, DIM)
+    q, k = normal(keys, mx.float32, 1) / DIM, normal(keys, mx.float32, 2)
+    k = k / mx.sqrt(mx.sum(k * k, axis=-1, keepdims=True))
+    gates = (mx.sigmoid(normal(values[:-1], mx.float32, seed) + 1) for seed in (4, 5))
+    x = delta_rows.DeltaInputs(q, k, normal(values, mx.float32, 3), *gates)
+    state = normal((1, VALUE_HEADS, DIM, DIM), mx.float32, 6)
+    memory, want = floats(state)[0], []
+    exact = [floats(a)[0] for a in (x.q, x.k, x.v, x.decay, x.beta)]
+    for q_row, k_row, v_row, decay, beta in zip(*exact, strict=True):
+        q_row, k_row = (np.repeat(a, VALUE_HEADS // KEY_HEADS, axis=0) for a in (q_row, k_row))
+        memory = memory * decay[:, None, None]
+        missing = beta[:, None] * (v_row - np.einsum("vij,vj->vi", memory, k_row))
+        memory = memory + missing[:, :, None] * k_row[:, None, :]
+        want.append(np.einsum("vij,vj->vi", memory, q_row))
+    return Check(
+        "delta_rows",
+        f"{rows} rows, {KEY_HEADS} and {VALUE_HEADS} heads of {DIM}",
+        mx.float32,
+        lambda where: delta_rows.launch(x, state).run(where)[0],
+        lambda: delta_rows.gated_delta_primitive(x, state)[0],
+        np.stack(want)[None],
+        sum(a.nbytes for a in vars(x).values()) + 2 * state.nbytes,
+    )
+
+
+def step_checks() -> Iterator[Check]:
     """What a step gives and the memory it leaves, at a published shape."""
     dtype, size, eps = mx.bfloat16, (VALUE_HEADS,), 1e-6
     taps = normal((TAPS, CHANNELS), mx.float32, 1) * 0.5
@@ -32,8 +66,8 @@ def delta_checks() -> Iterator[Check]:
             "delta_step",
             f"{label}, {what}",
             kind,
-            lambda where, i=index: launch(row, past, state, delta).run(where)[i],  # type: ignore[misc]
-            lambda i=index: delta_step_reference(row, past, state, delta)[i],  # type: ignore[misc]
+            lambda where, i=index: delta_step.launch(row, past, state, delta).run(where)[i],  # type: ignore[misc]
+            lambda i=index: delta_step.delta_step_reference(row, past, state, delta)[i],  # type: ignore[misc]
             want[index // 2],
             2 * state.nbytes,
         )

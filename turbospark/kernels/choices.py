@@ -23,8 +23,8 @@ class Choices:
     `fused_rows`: the most rows of a pass that runs through fused layers;
     `compiled`: one row runs through all of them as one traced graph; `chained`: with one launch
     for each layer. `block_sparse`: chosen blocks are scored, selected and attended by kernels;
-    `delta_step`: one row passes a gated delta net, between its projections, as one launch.
-    `prefill_chunk`: prompt tokens per pass for "auto".
+    `gated_delta`: a gated delta net's recurrence is one launch, and of one row all between the
+    projections. `prefill_chunk`: prompt tokens per pass for "auto".
     """
 
     unpack_rows: int | None
@@ -35,7 +35,7 @@ class Choices:
     compiled: bool
     chained: bool
     block_sparse: bool
-    delta_step: bool
+    gated_delta: bool
     prefill_chunk: int
 
     def without_kernels(self) -> Choices:
@@ -48,7 +48,7 @@ class Choices:
             compiled=False,
             chained=False,
             block_sparse=False,
-            delta_step=False,
+            gated_delta=False,
         )
 
 
@@ -61,7 +61,7 @@ PLAIN = Choices(
     compiled=False,
     chained=False,
     block_sparse=False,
-    delta_step=False,
+    gated_delta=False,
     prefill_chunk=512,
 )
 
@@ -83,7 +83,7 @@ CHOICES = {
         compiled=True,
         chained=True,
         block_sparse=True,
-        delta_step=True,
+        gated_delta=True,
         prefill_chunk=4096,
     ),
 }

@@ -1,8 +1,8 @@
 """The gated delta net: linear attention with a matrix memory per value head.
 
-In this order: the recurrence in plain ops, the same through MLX's own primitive, its inputs
-(convolution, norms, gates), the layer. Knows no model; `cache.recurrent` holds its state,
-`kernels.delta_step` is the same for one row on a GPU.
+In this order: some of a pass replayed, the recurrence's inputs (convolution, norms, gates), the
+layer. Knows no model; `cache.recurrent` holds its state, `kernels.delta_rows` is the recurrence and
+`kernels.delta_step` all of it for one row.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from turbospark.cache.attend import Step
 from turbospark.cache.recurrent import RecurrentState, Saved
 from turbospark.cache.specs import RecurrentSpec
 from turbospark.cache.state import LayerStates
+from turbospark.kernels.delta_rows import DeltaInputs, gated_delta
 from turbospark.kernels.delta_step import L2_EPS, Delta, delta_step
 from turbospark.layers.norm import RMSNorm
 from turbospark.layers.weights import Weights
@@ -23,54 +24,14 @@ from turbospark.layers.weights import Weights
 SEQUENTIAL_ROWS = 8
 
 
-# --- the recurrence -------------------------------------------------------------------------------
+# --- a part of a pass -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DeltaInputs:
-    """What the recurrence reads in one pass, all float32.
-
-    q, k [1, L, K, Dk], q scaled; v [1, L, V, Dv]; decay (0..1), beta [1, L, V]. Value heads
-    h * V/K .. (h + 1) * V/K - 1 share key head h.
-    """
-
-    q: mx.array
-    k: mx.array
-    v: mx.array
-    decay: mx.array
-    beta: mx.array
-
-    def rows(self, part: slice) -> DeltaInputs:
-        """The same for some of the rows."""
-        return DeltaInputs(*(a[:, part] for a in (self.q, self.k, self.v, self.decay, self.beta)))
-
-
-def gated_delta_reference(x: DeltaInputs, state: mx.array) -> tuple[mx.array, mx.array]:
-    """The recurrence row by row: S = decay S; S += beta (v - S k) k^T; o = S q.
-
-    state float32 [1, V, Dv, Dk] -> (o [1, L, V, Dv], state after the last row).
-    """
-    group = x.v.shape[2] // x.k.shape[2]
-    q, k = (mx.repeat(a, group, axis=2)[..., None, :] for a in (x.q, x.k))
-    outputs = []
-    for t in range(x.v.shape[1]):
-        state = state * x.decay[:, t, :, None, None]
-        missing = x.v[:, t] - mx.sum(state * k[:, t], axis=-1)
-        state = state + (x.beta[:, t, :, None] * missing)[..., None] * k[:, t]
-        outputs.append(mx.sum(state * q[:, t], axis=-1))
-    return mx.stack(outputs, axis=1), state
-
-
-def gated_delta(x: DeltaInputs, state: mx.array) -> tuple[mx.array, mx.array]:
-    """`gated_delta_reference` through MLX's primitive; shapes as there."""
-    out, state = mx.fast.gated_delta_update(x.q, x.k, x.v, x.decay, x.beta, state)
-    return out, state
-
-
-def replay_state(x: DeltaInputs, state: mx.array, rows: int) -> mx.array:
+def replay_state(x: DeltaInputs, state: mx.array, rows: int, kernels: bool = False) -> mx.array:
     """The state after the first `rows` rows, rounded as single steps round."""
     for start in range(0, rows, SEQUENTIAL_ROWS):
-        _, state = gated_delta(x.rows(slice(start, min(start + SEQUENTIAL_ROWS, rows))), state)
+        part = x.rows(slice(start, min(start + SEQUENTIAL_ROWS, rows)))
+        _, state = gated_delta(part, state, kernels)
     return state
 
 
@@ -173,7 +134,7 @@ class GatedDeltaNet:
             sigmoid=sigmoid,
         )
         self.norm = RMSNorm(self.delta.norm, eps)
-        self.steps = w.kernels.delta_step
+        self.kernels = w.kernels.gated_delta
         # q carries 1 / sqrt(Dk) twice: once to undo the root of the mean, once as its scale.
         self.q_scale = mx.full((shape.key_dim,), 1.0 / shape.key_dim)
         self.k_scale = mx.full((shape.key_dim,), shape.key_dim**-0.5)
@@ -183,16 +144,18 @@ class GatedDeltaNet:
         """x [1, L, H] -> [1, L, H]; the layer's memory moves on by L rows."""
         shape, rows = self.shape, x.shape[1]
         memory: RecurrentState = states.layers[self.layer]
-        if rows == 1 and self.steps:
+        if self.kernels:
+            states.step.count("delta_rows", rows)
+        if rows == 1 and self.kernels:
             return self._one_row(x, memory, states.step)
         qkv, z, b, a = self.in_proj(x)
         joined = mx.concatenate([memory.conv.astype(qkv.dtype), qkv], axis=1)
         inputs = self._inputs(joined, b, a)
         before = memory.state
-        out, state = gated_delta(inputs, before)
+        out, state = gated_delta(inputs, before, self.kernels)
 
         def after(count: int) -> Saved:
-            return replay_state(inputs, before, count), self._past(joined, count)
+            return replay_state(inputs, before, count, self.kernels), self._past(joined, count)
 
         memory.update(states.step, (state, self._past(joined, rows)), after)
         z = z.astype(mx.float32).reshape(1, rows, shape.value_heads, shape.value_dim)
@@ -205,7 +168,6 @@ class GatedDeltaNet:
         out, past, state = delta_step(row, memory.conv, memory.state, self.delta)
         # A tape of one row is never cut: its replay is what it left.
         memory.update(step, (state, past), lambda _: (state, past))
-        step.count("delta_steps", 1)
         return self.out_proj(out)
 
     def _inputs(self, joined: mx.array, b: mx.array, a: mx.array) -> DeltaInputs:

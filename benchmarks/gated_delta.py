@@ -1,13 +1,14 @@
 """Gated delta nets, one token at a time, beside mlx-lm's on the same weights.
 
-    python benchmarks/delta_step.py [--layers 12] [--tokens 64] [--rounds 3] [--model]
+    python benchmarks/gated_delta.py [--layers 12] [--tokens 64] [--rounds 3]
+    python benchmarks/gated_delta.py --model [--prompt 2048]
 
 A stack of gated delta nets of Qwen3.5-35B-A3B's shape (hidden 2048, 16 key and 32 value heads of
 128), random 4-bit group-64 weights in bfloat16; every layer reads what the one before gave. Ways:
 mlx-lm's layer, ours of MLX's operations (its fused recurrence among them), ours with one launch
 between the projections. Microseconds per layer and token, medians of rounds taken in turn; and how
-far the outputs of the other two are from the second's. `--model` also decodes after 512 tokens by
-a whole dense model of Qwen3.5-9B's widths, one layer of four full attention.
+far the outputs of the other two are from the second's. `--model` runs a whole dense model of
+Qwen3.5-9B's widths instead, one layer of four full attention: a prompt, and decoding after it.
 Needs mlx-lm: pip install mlx-lm==0.32.2
 """
 
@@ -36,6 +37,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet as PeerNet
 from mlx_lm.models.qwen3_5 import TextModel, TextModelArgs
 
 from turbospark.cache.state import LayerStates
+from turbospark.engine import Engine
 from turbospark.kernels.choices import Choices, choices
 from turbospark.layers.gated_delta import DeltaShape, GatedDeltaNet
 from turbospark.layers.weights import Weights
@@ -120,21 +122,36 @@ def timed(step: Step, rows: list[mx.array]) -> float:
     return (time.perf_counter() - start) / len(rows) * 1e6
 
 
-def whole_model(ways: dict[str, Choices], tokens: int, rounds: int) -> None:
-    """Tokens per second of a whole model, decoding and (of the prompt) prefill."""
+def whole_model(ways: dict[str, Choices], prompt: list[int], tokens: int, rounds: int) -> None:
+    """Tokens per second of a whole model, of the prompt and decoding after it."""
     model = random_words(TextModel(TextModelArgs.from_dict(MODEL)))
-    prompt, context = random_prompt(512), 512 + tokens + 8
-    engines = {way: turbospark_engine(model, MODEL, context, best) for way, best in ways.items()}
-    runs = {"mlx-lm": lambda: peer_decode(model, prompt, tokens)}
-    for way, engine in engines.items():
-        runs[way] = lambda e=engine: our_decode(e, prompt, tokens)  # type: ignore[misc]
-    rates: dict[str, list[tuple[float, float]]] = {way: [] for way in runs}
-    for _ in range(rounds + 1):
+    engines = {
+        way: turbospark_engine(model, MODEL, len(prompt) + tokens + 8, best)
+        for way, best in ways.items()
+    }
+    print(
+        f"whole model: prompt logits differ by {difference(*engines.values(), prompt):.1e}",
+        flush=True,
+    )
+    runs = {way: lambda e=engine: our_decode(e, prompt, tokens) for way, engine in engines.items()}
+    runs["mlx-lm"] = lambda: peer_decode(model, prompt, tokens)  # type: ignore[misc]
+    for turn in range(rounds + 1):
         for way, run in runs.items():
-            rates[way].append(run())
-    for way, found in rates.items():
-        prefill, decode = (statistics.median(r[k] for r in found[1:]) for k in (0, 1))
-        print(f"whole model, {way:18} decode {decode:6.1f}, prefill {prefill:6.0f} tokens/s")
+            prefill, decode = run()
+            if turn:
+                print(f"whole model, {way:18} prefill of {len(prompt)}: {prefill:7.0f} tokens/s, "
+                      f"decode {decode:6.1f}", flush=True)  # fmt: skip
+
+
+def difference(a: Engine, b: Engine, prompt: list[int]) -> float:
+    """Of the logits behind the prompt: the largest over the largest value."""
+    rows = []
+    for engine in (a, b):
+        engine.begin(prompt)
+        *_, (_, logits) = engine.prefill_steps(prompt, 0)
+        rows.append(np.array(logits.astype(mx.float32)))
+        engine.end_run()
+    return float(np.abs(rows[0] - rows[1]).max() / np.abs(rows[0]).max())
 
 
 def main() -> None:
@@ -142,20 +159,30 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", action="store_true", help="also a whole model")
+    parser.add_argument("--model", action="store_true", help="a whole model instead")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of its prompt")
     args = parser.parse_args()
     device = mx.default_device()
     name = mx.device_info().get("device_name", "CPU")
     print(f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, {name}", flush=True)
-    stack = Stack(args.layers)
     best = choices(device)
-    plain, fused = (replace(best, delta_step=on) for on in (False, True))
+    plain, fused = (replace(best, gated_delta=on) for on in (False, True))
+    if args.model:
+        ways = {"our kernels": fused, "MLX's operations": plain}
+        whole_model(ways, random_prompt(args.prompt), args.tokens, args.rounds)
+    else:
+        stack_of_nets(plain, fused, args.layers, args.tokens, args.rounds)
+
+
+def stack_of_nets(plain: Choices, fused: Choices, layers: int, tokens: int, rounds: int) -> None:
+    """Microseconds per layer and token in three ways."""
+    stack = Stack(layers)
     ways = {
         "mlx-lm": stack.stepper(),
         "MLX's operations": our_stepper(stack, plain),
         "one launch": our_stepper(stack, fused),
     }
-    rows = [mx.random.normal((1, 1, HIDDEN)).astype(mx.bfloat16) for _ in range(args.tokens)]
+    rows = [mx.random.normal((1, 1, HIDDEN)).astype(mx.bfloat16) for _ in range(tokens)]
     mx.eval(rows)
     firsts = {way: np.array(step(rows[0]).astype(mx.float32)) for way, step in ways.items()}
     want = firsts["MLX's operations"]
@@ -163,17 +190,15 @@ def main() -> None:
         print(f"{way}: first output differs by {np.abs(firsts[way] - want).max():.1e} of "
               f"{np.abs(want).max():.2f}", flush=True)  # fmt: skip
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(args.rounds + 1):
+    for turn in range(rounds + 1):
         for way, step in ways.items():
-            us = timed(step, rows) / args.layers
+            us = timed(step, rows) / layers
             if turn:
                 times[way].append(us)
     peer = statistics.median(times["mlx-lm"])
     for way, found in times.items():
         us = statistics.median(found)
         print(f"{way:18} {us:8.1f} us per layer and token, {peer / us:5.2f}x of mlx-lm")
-    if args.model:
-        whole_model({"MLX's operations": plain, "one launch": fused}, args.tokens, args.rounds)
 
 
 if __name__ == "__main__":
