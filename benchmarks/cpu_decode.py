@@ -112,7 +112,7 @@ def main() -> None:
     peers = [n for n in engines if n.startswith("mlx-lm")]
     best_decode = max(decode[n] for n in peers)
     best_prefill = max(prefill[n] for n in peers)
-    flags = [f"--tokens {args.tokens}", f"--rounds {args.rounds}"]
+    flags = [args.install.name, f"--tokens {args.tokens}", f"--rounds {args.rounds}"]
     flags += [f"--out {args.out.name}"] if args.out else []
     report = {
         "command": f"python benchmarks/cpu_decode.py {' '.join(flags)}",

@@ -38,7 +38,8 @@ from mlx_lm.models.qwen3_5 import TextModel, TextModelArgs
 
 from turbospark.cache.state import LayerStates
 from turbospark.engine import Engine
-from turbospark.kernels.choices import Choices, choices
+from turbospark.kernels.choices import Choices, backend, choices
+from turbospark.kernels.delta_rows import BACKENDS
 from turbospark.layers.gated_delta import DeltaShape, GatedDeltaNet
 from turbospark.layers.weights import Weights
 
@@ -163,6 +164,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of its prompt")
     args = parser.parse_args()
     device = mx.default_device()
+    if backend(device) not in BACKENDS:
+        raise SystemExit("the kernels of gated delta nets run on CUDA: pip install '.[cuda13]'")
     name = mx.device_info().get("device_name", "CPU")
     print(f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, {name}", flush=True)
     best = choices(device)

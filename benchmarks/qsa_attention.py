@@ -203,6 +203,8 @@ def main() -> None:
     print(f"mlx {version('mlx')}, {mx.device_info().get('device_name', 'CPU')}")
     print("attention, microseconds per layer and token; four launches in the sparse arm")
     print(f"{'context':>8}{'dense':>12}{'sparse':>12}{'':>9}   launches by themselves")
+    if not gpu:
+        print("no GPU: these are MLX's operations on a CPU, and take minutes")
     contexts = CONTEXTS if gpu else CONTEXTS[:2]
     for length in contexts:
         attention(length, (48 if quick else 192) if gpu else 4, where)

@@ -134,6 +134,10 @@ class PhaseCounters(display.Shown):
                 ms = ns / 1e6
                 lines.append(f"{name:<16}{ms:>12.2f}{ms / calls:>10.3f}{ns / total:>8.1%}")
         lines.append(f"{'calls':<16}{self.calls:>12} tokens in {self.passes} passes")
+        if self.fused_layers or self.delta_rows:
+            lines.append(
+                f"kernels: {self.fused_layers} fused layers, {self.delta_rows} gated delta rows"
+            )
         if self.expert_requests:
             lines.append(
                 f"experts: {self.expert_requests} requested, {self.expert_hits} hit "

@@ -57,6 +57,24 @@ def test_every_check_bears_a_name_that_can_be_asked_for() -> None:
     assert {c.kernel for c in check.small_checks()} == {"router_topk", "rope_kv", "likeliest"}
 
 
+def test_a_kernel_that_fails_is_named_and_the_next_one_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(where: str) -> mx.array:
+        raise RuntimeError(f"no such function on {where}\nand much more")
+
+    ones = lambda *_: mx.ones((1,))  # noqa: E731
+    checks = [
+        check.Check("chain", "one", mx.float32, run, ones, np.ones(1), 4) for run in (broken, ones)
+    ]
+    monkeypatch.setattr(check, "backend", lambda device: "metal")
+    monkeypatch.setattr(check, "CHECKS", {("chain",): lambda: checks})
+    assert check.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "FAILED: no such function on metal" in lines[2] and "much more" not in "".join(lines)
+    assert lines[3].startswith("chain") and "FAILED" not in lines[3] and lines[4] == "1 wrong"
+
+
 def test_router_weights_agree() -> None:
     for made in list(check.small_checks())[:2]:
         assert error(floats(made.own()), made.want) < 1e-6

@@ -85,6 +85,12 @@ HEADING = (
 )
 
 
+TIMES = (
+    "us: wall time per launch, 20 in flight, mostly the host's time to launch. A small kernel that\n"
+    "is slower than MLX's here can win inside a traced step; only errors decide what is right."
+)
+
+
 # --- checks ---------------------------------------------------------------------------------------
 
 
@@ -124,13 +130,18 @@ def _qmv(
     launch = module.launch(x, fmt, weight, scales, biases, around, module.Tuning())
     return Check(
         launch.plan.kernel.name,
-        f"{m} x {n}x{k} {fmt.mode}{fmt.bits}" + (" fused" if fused else ""),
+        f"{m} x {n}x{k} {_name(fmt)}" + (" fused" if fused else ""),
         dtype,
         lambda where: launch.run(where)[0],
         lambda: qmv_reference(x, fmt, weight, scales, biases, around),
         want,
         nbytes(planes),
     )
+
+
+def _name(fmt: Quant) -> str:
+    """mxfp4 says its bits itself."""
+    return f"affine{fmt.bits}" if fmt.mode == "affine" else fmt.mode
 
 
 def attention_checks() -> Iterator[Check]:
@@ -243,7 +254,7 @@ def _experts(
 
     read = sum(nbytes(p) for p in planes) // slots * len(np.unique(ids))
     name = "expert_" + str(getattr(module, "__name__", "")).rsplit("_", 1)[-1]
-    label = f"{tokens} x {ranks} of {hidden}x{inner} {fmt.mode}{fmt.bits}"
+    label = f"{tokens} x {ranks} of {hidden}x{inner} {_name(fmt)}"
     return Check(name, label, dtype, run, own, want, read)
 
 
@@ -375,6 +386,17 @@ def _time(make: Callable[[], mx.array]) -> float:
     return best * 1e6
 
 
+def _report(check: Check, where: str) -> bool:
+    """Print its line; whether the kernel is right. What does not compile must not hide the rest."""
+    try:
+        row = measured(check, where)
+    except (RuntimeError, ValueError) as e:
+        print(f"{check.kernel:22} {check.shape:34} FAILED: {str(e).splitlines()[0]}", flush=True)
+        return False
+    print(row, flush=True)
+    return row.right
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 1 if a kernel is wrong."""
     parser = argparse.ArgumentParser(prog="python -m turbospark.kernels.check")
@@ -392,10 +414,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for group, checks in CHECKS.items():
         for check in checks() if wanted & set(group) else ():
             if check.kernel in wanted:
-                row = measured(check, where)
-                print(row, flush=True)
-                wrong += not row.right
+                wrong += not _report(check, where)
     print(f"{wrong} wrong" if wrong else "all right")
+    print(TIMES)
     return int(wrong > 0)
 
 
