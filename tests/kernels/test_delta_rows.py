@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -11,6 +12,8 @@ from cases import TOLERANCE, error, floats, normal
 from emulator import emulate
 
 from turbospark.kernels.delta_rows import DeltaInputs, gated_delta, gated_delta_reference, launch
+
+Recurrence = Callable[..., tuple[mx.array, mx.array]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def test_the_emulated_kernel_is_the_loop(name: str) -> None:
 
 @pytest.mark.parametrize("form", [gated_delta, gated_delta_reference])
 @pytest.mark.parametrize("name", CASES)
-def test_the_plain_versions_are_the_loop(name: str, form: type[gated_delta_reference]) -> None:
+def test_the_plain_versions_are_the_loop(name: str, form: Recurrence) -> None:
     case = CASES[name]
     for got, exact in zip(form(*case.inputs()), loop(case), strict=True):
         assert error(floats(got), exact) < TOLERANCE[mx.float32]

@@ -185,7 +185,18 @@ def best() -> Trial:
 
 
 def delta_token() -> Trial:
-    case = delta.Case(2, 4, 48, 20, taps=3)
+    return token_of(delta.Case(2, 4, 48, 20, taps=3))
+
+
+def faint_token() -> Trial:
+    return token_of(delta.CASES["faint inputs"])
+
+
+def shut_token() -> Trial:
+    return token_of(delta.CASES["strong rates of shut gates"])
+
+
+def token_of(case: delta.Case) -> Trial:
     return Trial(delta_step.launch(*case.inputs()), all_of(delta.loop(case)), 1e-5, all_of)
 
 
@@ -399,10 +410,20 @@ BUGS: dict[str, tuple[Callable[[], Trial], str, str]] = {
         delta_token, "  ts_barrier();\n\n  float square", "  float square",
     ),
     "delta: every head stores the inputs of its key head": (
+        delta_token, "i >= 2 * DK || head % SHARING == 0", "true",
+    ),
+    "delta: some heads store no values": (
         delta_token, "i >= 2 * DK || head % SHARING == 0", "head % SHARING == 0",
     ),
+    "delta: the digits that 1 + e loses": (shut_token, "e < 0.01f", "e < 0.0f"),
+    "delta: epsilon of q's norm forgotten": (
+        faint_token, "ts_simd_sum(q_square) + numbers[1]", "ts_simd_sum(q_square)",
+    ),
+    "delta: epsilon of k's norm forgotten": (
+        faint_token, "ts_simd_sum(k_square) + numbers[1]", "ts_simd_sum(k_square)",
+    ),
     "delta: the past does not move": (
-        delta_token, "(t - 1) * C + c] = T(before)", "(t - 1) * C + c] = T(newest)",
+        delta_token, "(t - 1) * C + c] = T(before)", "t * C + c] = T(before)",
     ),
     "delta: another head's keys": (delta_token, "head / SHARING;", "head % HK;"),
     "delta: decay forgotten": (delta_token, "held[r][e] *= decay;", ""),
@@ -447,8 +468,10 @@ def test_a_planted_bug_is_found(title: str) -> None:
     make, old, new = BUGS[title]
     trial = make()
     plan = trial.launch.plan
-    assert plan.kernel.body.count(old) == 1, f"the bug cannot be planted: {old!r}"
-    kernel = dataclasses.replace(plan.kernel, body=plan.kernel.body.replace(old, new))
+    texts = plan.kernel.body, plan.kernel.header
+    assert sum(t.count(old) for t in texts) == 1, f"the bug cannot be planted: {old!r}"
+    body, header = (t.replace(old, new) for t in texts)
+    kernel = dataclasses.replace(plan.kernel, body=body, header=header)
     broken = dataclasses.replace(plan, kernel=kernel, _calls={})
     assert not trial.passes(Launch(broken, trial.launch.inputs))
 

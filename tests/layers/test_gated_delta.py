@@ -247,12 +247,14 @@ def test_the_layer_carries_its_memory_across_passes_to_the_bit(sizes: list[int])
         np.testing.assert_array_equal(np.array(a), np.array(b))
 
 
-@pytest.mark.parametrize("sigmoid", [False, True])
-def test_single_rows_may_pass_as_one_operation(sigmoid: bool) -> None:
-    whole, last = run(layer(sigmoid), X, [40])
-    net = layer(sigmoid, kernels=replace(PLAIN, gated_delta=True))
+@pytest.mark.parametrize("gated", [False, True])
+def test_single_rows_may_pass_as_one_operation(gated: bool) -> None:
+    net = layer(gated, kernels=replace(PLAIN, gated_delta=True))
     found, states = run(net, X, [9, *[1] * 20, 11])
-    np.testing.assert_allclose(found, whole, atol=2e-6)
+    gate = sigmoid if gated else (lambda z: z * sigmoid(z))
+    np.testing.assert_allclose(found, plainly(X, gate), atol=2e-5)
+    assert states.step.counts == {"delta_rows": 11}
+    _, last = run(layer(gated), X, [40])
     for a, b in zip(states.arrays(), last.arrays(), strict=True):
         np.testing.assert_allclose(np.array(a), np.array(b), atol=2e-6)
 

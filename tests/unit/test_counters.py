@@ -77,7 +77,7 @@ def test_a_delta_is_the_difference_and_none_stays_none():
     delta = after - before
     assert (delta.calls, delta.expert_requests, delta.expert_hits) == (2, 10, 7)
     assert "kernels" not in str(delta)
-    assert "3 fused layers, 7 rows" in str(replace(delta, fused_layers=3, delta_rows=7))
+    assert "3 fused layers, 7 gated delta rows" in str(replace(delta, fused_layers=3, delta_rows=7))
     assert delta.passes == 1 and "2 tokens in 1 passes" in str(delta)
     assert delta.expert_hit_rate == 0.7
     assert delta.expert_io_bytes_physical is None, "before was not measured"

@@ -86,8 +86,8 @@ HEADING = (
 
 
 TIMES = (
-    "us: wall time per launch, 20 in flight, mostly the host's time to launch. A small kernel that\n"
-    "is slower than MLX's here can win inside a traced step; only errors decide what is right."
+    "us: wall time per launch, 20 in flight, mostly the host's time to launch. A small kernel\n"
+    "slower than MLX's here can win inside a traced step; only errors decide what is right."
 )
 
 

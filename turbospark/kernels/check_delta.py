@@ -19,11 +19,11 @@ CHANNELS = 2 * KEYS + VALUES
 def delta_checks() -> Iterator[Check]:
     """One row with all around it, and the recurrence of many."""
     yield from step_checks()
-    yield rows_check(512)
+    yield from rows_checks(512)
 
 
-def rows_check(rows: int) -> Check:
-    """What `rows` rows give."""
+def rows_checks(rows: int) -> Iterator[Check]:
+    """What `rows` rows give and leave."""
     keys, values = (1, rows, KEY_HEADS, DIM), (1, rows, VALUE_HEADS, DIM)
     q, k = normal(keys, mx.float32, 1) / DIM, normal(keys, mx.float32, 2)
     k = k / mx.sqrt(mx.sum(k * k, axis=-1, keepdims=True))
@@ -31,22 +31,27 @@ def rows_check(rows: int) -> Check:
     x = delta_rows.DeltaInputs(q, k, normal(values, mx.float32, 3), *gates)
     state = normal((1, VALUE_HEADS, DIM, DIM), mx.float32, 6)
     memory, want = floats(state)[0], []
-    exact = [floats(a)[0] for a in (x.q, x.k, x.v, x.decay, x.beta)]
-    for q_row, k_row, v_row, decay, beta in zip(*exact, strict=True):
+    inputs = [floats(a)[0] for a in (x.q, x.k, x.v, x.decay, x.beta)]
+    for q_row, k_row, v_row, decay, beta in zip(*inputs, strict=True):
         q_row, k_row = (np.repeat(a, VALUE_HEADS // KEY_HEADS, axis=0) for a in (q_row, k_row))
         memory = memory * decay[:, None, None]
         missing = beta[:, None] * (v_row - np.einsum("vij,vj->vi", memory, k_row))
         memory = memory + missing[:, :, None] * k_row[:, None, :]
         want.append(np.einsum("vij,vj->vi", memory, q_row))
-    return Check(
-        "delta_rows",
-        f"{rows} rows, {KEY_HEADS} and {VALUE_HEADS} heads of {DIM}",
-        mx.float32,
-        lambda where: delta_rows.launch(x, state).run(where)[0],
-        lambda: delta_rows.gated_delta_primitive(x, state)[0],
-        np.stack(want)[None],
-        sum(a.nbytes for a in vars(x).values()) + 2 * state.nbytes,
-    )
+    read = sum(a.nbytes for a in vars(x).values()) + 2 * state.nbytes
+    label = f"{rows} rows, {KEY_HEADS} and {VALUE_HEADS} heads"
+    for i, (what, exact) in enumerate(
+        {"out": np.stack(want)[None], "memory": memory[None]}.items()
+    ):
+        yield Check(
+            "delta_rows",
+            f"{label}, {what}",
+            mx.float32,
+            lambda where, i=i: delta_rows.launch(x, state).run(where)[i],  # type: ignore[misc]
+            lambda i=i: delta_rows.gated_delta_primitive(x, state)[i],  # type: ignore[misc]
+            exact,
+            read,
+        )
 
 
 def step_checks() -> Iterator[Check]:
@@ -59,16 +64,16 @@ def step_checks() -> Iterator[Check]:
     row = normal((1, 1, CHANNELS + VALUES + 2 * VALUE_HEADS), dtype, 5)
     past = normal((1, TAPS - 1, CHANNELS), dtype, 6)
     state = normal((1, VALUE_HEADS, DIM, DIM), mx.float32, 7) * 0.3
-    want = exact_step(floats(row)[0, 0], floats(past)[0], floats(state)[0], delta)
+    out, memory = exact_step(floats(row)[0, 0], floats(past)[0], floats(state)[0], delta)
     label = f"{KEY_HEADS} and {VALUE_HEADS} heads of {DIM}"
-    for what, index, kind in (("out", 0, dtype), ("memory", 2, mx.float32)):
+    for what, index, kind, exact in (("out", 0, dtype, out), ("memory", 2, mx.float32, memory)):
         yield Check(
             "delta_step",
             f"{label}, {what}",
             kind,
             lambda where, i=index: delta_step.launch(row, past, state, delta).run(where)[i],  # type: ignore[misc]
             lambda i=index: delta_step.delta_step_reference(row, past, state, delta)[i],  # type: ignore[misc]
-            want[index // 2],
+            exact,
             2 * state.nbytes,
         )
 

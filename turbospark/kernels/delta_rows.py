@@ -26,6 +26,7 @@ from turbospark.kernels.source import (
 SIMDGROUPS = 4
 # Rows of a head's memory in one simdgroup: their sums are on the way together.
 HELD_ROWS = 4
+# Twelve floats of each held row in a lane: more would spill.
 MOST_KEYS = 384
 BACKENDS = ("cuda",)
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from turbospark.kernels.choices import backend
+from turbospark.kernels.delta_rows import DeltaInputs, gated_delta_reference
 from turbospark.kernels.source import SIMD, Kernel, Launch, Plan, Value, ceil_div, constant
 
 L2_EPS = 1e-6
@@ -68,19 +69,19 @@ def delta_step_reference(
     mixed = mixed * mx.sigmoid(mixed)
     q, k, v = mx.split(mixed, [keys, 2 * keys], axis=-1)
 
-    def spread(x: mx.array, scale: float) -> mx.array:
-        x = x.reshape(1, d.key_heads, 1, d.key_dim)
-        x = x * (scale * mx.rsqrt(mx.sum(x * x, axis=-1, keepdims=True) + L2_EPS))
-        return mx.repeat(x, d.value_heads // d.key_heads, axis=1)
+    def unit(x: mx.array, scale: float) -> mx.array:
+        x = x.reshape(1, 1, d.key_heads, d.key_dim)
+        return x * (scale * mx.rsqrt(mx.sum(x * x, axis=-1, keepdims=True) + L2_EPS))
 
-    q, k = spread(q, d.key_dim**-0.5), spread(k, 1.0)
-    per_head = (1, d.value_heads, 1)
-    decay = mx.exp(d.rate * mx.logaddexp(a.astype(mx.float32) + d.dt_bias, 0.0))
-    state = state * decay.reshape(*per_head, 1)
-    missing = v.reshape(1, d.value_heads, d.value_dim) - mx.sum(state * k, axis=-1)
-    missing = missing * mx.sigmoid(b.astype(mx.float32)).reshape(per_head)
-    state = state + missing[..., None] * k
-    out = mx.fast.rms_norm(mx.sum(state * q, axis=-1), d.norm, d.eps).reshape(1, 1, values)
+    inputs = DeltaInputs(
+        unit(q, d.key_dim**-0.5),
+        unit(k, 1.0),
+        v.reshape(1, 1, d.value_heads, d.value_dim),
+        mx.exp(d.rate * mx.logaddexp(a.astype(mx.float32) + d.dt_bias, 0.0)),
+        mx.sigmoid(b.astype(mx.float32)),
+    )
+    out, state = gated_delta_reference(inputs, state)
+    out = mx.fast.rms_norm(out, d.norm, d.eps).reshape(1, 1, values)
     z = z.astype(mx.float32)
     gate = mx.sigmoid(z) if d.sigmoid else z * mx.sigmoid(z)
     return (out * gate).astype(row.dtype), window[:, 1:], state

@@ -16,7 +16,7 @@ from turbospark.cache.recurrent import RecurrentState, Saved
 from turbospark.cache.specs import RecurrentSpec
 from turbospark.cache.state import LayerStates
 from turbospark.kernels.delta_rows import DeltaInputs, gated_delta
-from turbospark.kernels.delta_step import L2_EPS, Delta, delta_step
+from turbospark.kernels.delta_step import L2_EPS, Delta, delta_step, takes
 from turbospark.layers.norm import RMSNorm
 from turbospark.layers.weights import Weights
 
@@ -28,7 +28,7 @@ SEQUENTIAL_ROWS = 8
 
 
 def replay_state(x: DeltaInputs, state: mx.array, rows: int, kernels: bool = False) -> mx.array:
-    """The state after the first `rows` rows, rounded as single steps round."""
+    """The state after the first `rows` rows, to the bit what the pass held there."""
     for start in range(0, rows, SEQUENTIAL_ROWS):
         part = x.rows(slice(start, min(start + SEQUENTIAL_ROWS, rows)))
         _, state = gated_delta(part, state, kernels)
@@ -135,6 +135,7 @@ class GatedDeltaNet:
         )
         self.norm = RMSNorm(self.delta.norm, eps)
         self.kernels = w.kernels.gated_delta
+        self.one_launch = self.kernels and takes(shape.key_dim, shape.value_dim)
         # q carries 1 / sqrt(Dk) twice: once to undo the root of the mean, once as its scale.
         self.q_scale = mx.full((shape.key_dim,), 1.0 / shape.key_dim)
         self.k_scale = mx.full((shape.key_dim,), shape.key_dim**-0.5)
@@ -146,7 +147,7 @@ class GatedDeltaNet:
         memory: RecurrentState = states.layers[self.layer]
         if self.kernels:
             states.step.count("delta_rows", rows)
-        if rows == 1 and self.kernels:
+        if rows == 1 and self.one_launch:
             return self._one_row(x, memory, states.step)
         qkv, z, b, a = self.in_proj(x)
         joined = mx.concatenate([memory.conv.astype(qkv.dtype), qkv], axis=1)
