@@ -229,11 +229,25 @@ def packed_block_attention() -> Launch:
     return packed_qsa.launch_partial(q, packed, near, ids, start, 4, 8)
 
 
+def delta_row_of(key_dim: int, value_dim: int) -> Launch:
+    ones, values, channels = mx.ones((4,)), 4 * value_dim, 4 * (key_dim + value_dim)
+    taps, norm = normal((4, channels), mx.float32, 0), mx.ones((value_dim,))
+    delta = delta_step.Delta(2, 4, key_dim, value_dim, taps, -ones, ones, norm, 1e-6, False)
+    row = normal((1, 1, channels + values + 8), mx.bfloat16, 1)
+    past, state = normal((1, 3, channels), mx.bfloat16, 2), mx.zeros((1, 4, value_dim, key_dim))
+    return delta_step.launch(row, past, state, delta)
+
+
 def delta_row() -> Launch:
-    ones, wide = mx.ones((4,)), normal((4, 1024), mx.float32, 0)
-    delta = delta_step.Delta(2, 4, 128, 128, wide, -ones, ones, mx.ones((128,)), 1e-6, False)
-    row, past = normal((1, 1, 1544), mx.bfloat16, 1), normal((1, 3, 1024), mx.bfloat16, 2)
-    return delta_step.launch(row, past, mx.zeros((1, 4, 128, 128)), delta)
+    return delta_row_of(128, 128)
+
+
+def delta_row_of_wide_keys() -> Launch:
+    return delta_row_of(384, 64)
+
+
+def delta_row_of_wide_values() -> Launch:
+    return delta_row_of(32, 768)
 
 
 def delta_pass() -> Launch:
@@ -266,6 +280,8 @@ LAUNCHES = {
         encoded_values,
         router,
         delta_row,
+        delta_row_of_wide_keys,
+        delta_row_of_wide_values,
         delta_pass,
         block_scores,
         block_choice,

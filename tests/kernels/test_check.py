@@ -33,7 +33,8 @@ CHECKS = {
     "chain": lambda: check_chain._feed_forward(128, 192),
     "rope": check._rope,
     "a delta net's output": lambda: next(check_delta.step_checks()),
-    "a delta net's memory": lambda: list(check_delta.step_checks())[1],
+    "a delta net's past": lambda: list(check_delta.step_checks())[1],
+    "a delta net's memory": lambda: list(check_delta.step_checks())[2],
     "a delta net's rows": lambda: next(check_delta.rows_checks(5)),
     "the memory after them": lambda: list(check_delta.rows_checks(5))[1],
     "packed": lambda: check_packed._packed(2, 2, 64, 150, (4, 3), 3),
@@ -74,6 +75,14 @@ def test_a_kernel_that_fails_is_named_and_the_next_one_is_checked(
     lines = capsys.readouterr().out.splitlines()
     assert "FAILED: no such function on metal" in lines[2] and "much more" not in "".join(lines)
     assert lines[3].startswith("chain") and "FAILED" not in lines[3] and lines[4] == "1 wrong"
+
+
+def test_a_kernel_that_does_not_run_here_is_not_all_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "backend", lambda device: "metal")
+    assert check.main(["--kernel", "chain"]) == 1
+    assert "nothing checked: chain does not run on metal" in capsys.readouterr().out
 
 
 def test_router_weights_agree() -> None:

@@ -141,3 +141,4 @@ def test_the_memory_is_read_once() -> None:
 
 def test_heads_too_large_for_the_registers_are_not_taken() -> None:
     assert takes(128, 128) and takes(256, 96) and not takes(256, 128)
+    assert takes(384, 64) and not takes(385, 8)

@@ -12,6 +12,7 @@ import pytest
 from turbospark.cache.state import LayerStates
 from turbospark.dtypes import Raw
 from turbospark.install.planes import Planes
+from turbospark.kernels import delta_rows, delta_step
 from turbospark.kernels.choices import PLAIN, Choices
 from turbospark.kernels.delta_rows import DeltaInputs, gated_delta, gated_delta_reference
 from turbospark.layers.gated_delta import (
@@ -257,6 +258,19 @@ def test_single_rows_may_pass_as_one_operation(gated: bool) -> None:
     _, last = run(layer(gated), X, [40])
     for a, b in zip(states.arrays(), last.arrays(), strict=True):
         np.testing.assert_allclose(np.array(a), np.array(b), atol=2e-6)
+
+
+def test_heads_too_large_for_one_launch_take_the_other_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delta_step, "takes", lambda key_dim, value_dim: False)
+    monkeypatch.delattr(delta_step, "delta_step")
+    found, states = run(layer(kernels=replace(PLAIN, gated_delta=True)), X, [39, 1])
+    np.testing.assert_allclose(found, plainly(X, lambda z: z * sigmoid(z)), atol=2e-5)
+    assert states.step.counts == {"delta_rows": 1}
+    monkeypatch.setattr(delta_rows, "takes", lambda key_dim: False)
+    _, states = run(layer(kernels=replace(PLAIN, gated_delta=True)), X, [39, 1])
+    assert states.step.counts == {}
 
 
 def test_a_taped_row_that_passed_as_one_operation_can_be_kept() -> None:

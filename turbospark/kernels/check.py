@@ -409,12 +409,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(f"mlx {version('mlx')}, {where}, {mx.device_info().get('device_name', 'GPU')}")
     print(HEADING)
-    wrong = 0
+    wrong = done = 0
     wanted = set(options.kernel or names)
     for group, checks in CHECKS.items():
         for check in checks() if wanted & set(group) else ():
             if check.kernel in wanted:
                 wrong += not _report(check, where)
+                done += 1
+    if not done:
+        print(f"nothing checked: {', '.join(sorted(wanted))} does not run on {where}")
+        return 1
     print(f"{wrong} wrong" if wrong else "all right")
     print(TIMES)
     return int(wrong > 0)

@@ -40,9 +40,8 @@ def rows_checks(rows: int) -> Iterator[Check]:
         want.append(np.einsum("vij,vj->vi", memory, q_row))
     read = sum(a.nbytes for a in vars(x).values()) + 2 * state.nbytes
     label = f"{rows} rows, {KEY_HEADS} and {VALUE_HEADS} heads"
-    for i, (what, exact) in enumerate(
-        {"out": np.stack(want)[None], "memory": memory[None]}.items()
-    ):
+    found = {"out": np.stack(want)[None], "memory": memory[None]}
+    for i, (what, exact) in enumerate(found.items()):
         yield Check(
             "delta_rows",
             f"{label}, {what}",
@@ -66,7 +65,9 @@ def step_checks() -> Iterator[Check]:
     state = normal((1, VALUE_HEADS, DIM, DIM), mx.float32, 7) * 0.3
     out, memory = exact_step(floats(row)[0, 0], floats(past)[0], floats(state)[0], delta)
     label = f"{KEY_HEADS} and {VALUE_HEADS} heads of {DIM}"
-    for what, index, kind, exact in (("out", 0, dtype, out), ("memory", 2, mx.float32, memory)):
+    newest = np.concatenate([floats(past)[0, 1:], floats(row)[0, :, :CHANNELS]])[None]
+    found = {"out": (dtype, out), "past": (dtype, newest), "memory": (mx.float32, memory)}
+    for index, (what, (kind, exact)) in enumerate(found.items()):
         yield Check(
             "delta_step",
             f"{label}, {what}",

@@ -210,12 +210,17 @@ def plan(rows: int, key_heads: int, key_dim: int, value_heads: int, value_dim: i
 # --- choice ---------------------------------------------------------------------------------------
 
 
+def takes(key_dim: int) -> bool:
+    """Whether a simdgroup can hold its rows of the memory."""
+    return key_dim <= MOST_KEYS
+
+
 def gated_delta(
     x: DeltaInputs, state: mx.array, kernels: bool = False
 ) -> tuple[mx.array, mx.array]:
     """`gated_delta_reference`: with `kernels` by ours where it wins, else by MLX's primitive."""
     where = backend(mx.default_device())
-    if kernels and where in BACKENDS and x.k.shape[-1] <= MOST_KEYS:
+    if kernels and where in BACKENDS and takes(x.k.shape[-1]):
         out, state = launch(x, state).run(where)
         return out, state
     return gated_delta_primitive(x, state)

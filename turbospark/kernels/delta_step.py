@@ -12,7 +12,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from turbospark.kernels.choices import backend
-from turbospark.kernels.delta_rows import DeltaInputs, gated_delta_reference
+from turbospark.kernels.delta_rows import MOST_KEYS, DeltaInputs, gated_delta_reference
 from turbospark.kernels.source import SIMD, Kernel, Launch, Plan, Value, ceil_div, constant
 
 L2_EPS = 1e-6
@@ -247,7 +247,8 @@ def plan(dtype: mx.Dtype, kind: tuple[int, int, int, int, int, bool]) -> Plan:
 
 def takes(key_dim: int, value_dim: int) -> bool:
     """Whether a threadgroup can hold the memory of one head."""
-    return ceil_div(value_dim, SIMDGROUPS) * ceil_div(key_dim, SIMD) <= MOST_HELD
+    held = ceil_div(value_dim, SIMDGROUPS) * ceil_div(key_dim, SIMD)
+    return key_dim <= MOST_KEYS and held <= MOST_HELD
 
 
 def delta_step(

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 
+# The rows of a prompt make plans of their own with one text.
+@lru_cache(maxsize=512)
 def shortened(definitions: str, body: str) -> tuple[str, str]:
     """Both without comments and indentation, and without definitions that nothing refers to."""
     body = bare(body)

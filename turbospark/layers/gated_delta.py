@@ -15,8 +15,9 @@ from turbospark.cache.attend import Step
 from turbospark.cache.recurrent import RecurrentState, Saved
 from turbospark.cache.specs import RecurrentSpec
 from turbospark.cache.state import LayerStates
+from turbospark.kernels import delta_rows, delta_step
 from turbospark.kernels.delta_rows import DeltaInputs, gated_delta
-from turbospark.kernels.delta_step import L2_EPS, Delta, delta_step, takes
+from turbospark.kernels.delta_step import L2_EPS, Delta
 from turbospark.layers.norm import RMSNorm
 from turbospark.layers.weights import Weights
 
@@ -29,8 +30,9 @@ SEQUENTIAL_ROWS = 8
 
 def replay_state(x: DeltaInputs, state: mx.array, rows: int, kernels: bool = False) -> mx.array:
     """The state after the first `rows` rows, to the bit what the pass held there."""
-    for start in range(0, rows, SEQUENTIAL_ROWS):
-        part = x.rows(slice(start, min(start + SEQUENTIAL_ROWS, rows)))
+    most = rows if kernels else SEQUENTIAL_ROWS
+    for start in range(0, rows, most):
+        part = x.rows(slice(start, min(start + most, rows)))
         _, state = gated_delta(part, state, kernels)
     return state
 
@@ -134,8 +136,8 @@ class GatedDeltaNet:
             sigmoid=sigmoid,
         )
         self.norm = RMSNorm(self.delta.norm, eps)
-        self.kernels = w.kernels.gated_delta
-        self.one_launch = self.kernels and takes(shape.key_dim, shape.value_dim)
+        self.kernels = w.kernels.gated_delta and delta_rows.takes(shape.key_dim)
+        self.one_launch = self.kernels and delta_step.takes(shape.key_dim, shape.value_dim)
         # q carries 1 / sqrt(Dk) twice: once to undo the root of the mean, once as its scale.
         self.q_scale = mx.full((shape.key_dim,), 1.0 / shape.key_dim)
         self.k_scale = mx.full((shape.key_dim,), shape.key_dim**-0.5)
@@ -166,7 +168,7 @@ class GatedDeltaNet:
     def _one_row(self, x: mx.array, memory: RecurrentState, step: Step) -> mx.array:
         """`__call__` for one row, with one launch between the projections."""
         row = self.in_proj.joined(x)
-        out, past, state = delta_step(row, memory.conv, memory.state, self.delta)
+        out, past, state = delta_step.delta_step(row, memory.conv, memory.state, self.delta)
         # A tape of one row is never cut: its replay is what it left.
         memory.update(step, (state, past), lambda _: (state, past))
         return self.out_proj(out)
