@@ -15,7 +15,7 @@ _EXPORTS = {
     "Runner": "turbospark.runner",
     "OpenOptions": "turbospark.options",
     "GenerationOptions": "turbospark.options",
-    "GenerationResult": "turbospark.generation",
+    "GenerationResult": "turbospark.result",
     "Prefill": "turbospark.generation",
     "Token": "turbospark.generation",
     "Tail": "turbospark.generation",
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from turbospark.conversion import convert
     from turbospark.counters import PhaseCounters
     from turbospark.errors import TurbosparkError
-    from turbospark.generation import Finished, GenerationResult, Prefill, Tail, Token
+    from turbospark.generation import Finished, Prefill, Tail, Token
     from turbospark.hub import pull
     from turbospark.install.arch import ArchConfig
     from turbospark.notebook import watch
@@ -108,6 +108,7 @@ if TYPE_CHECKING:
         RuntimeToggles,
     )
     from turbospark.policies import SteeringMode
+    from turbospark.result import GenerationResult
     from turbospark.runner import Runner
     from turbospark.speculation.stats import SpeculationStats
     from turbospark.steering import (

@@ -14,18 +14,19 @@ from typing import Any
 from turbospark import display
 
 # Disjoint by construction: a nested phase's time is taken out of the phase around it.
-PHASES = (
-    "build",
-    "eval_wait",
-    "final_wait",
-    "router",
-    "expert_io",
-    "bind",
-    "pipeline_wait",
-    "sampling",
-    "detokenize",
-    "loop",
-)
+PHASE_WORDS = {
+    "build": "building the graph, and products on a CPU",
+    "eval_wait": "waiting for a layer's router",
+    "final_wait": "waiting for the logits",
+    "router": "routing on the host",
+    "expert_io": "reading missing experts",
+    "bind": "uploading routes",
+    "pipeline_wait": "waiting for routed work",
+    "sampling": "choosing tokens",
+    "detokenize": "spelling tokens",
+    "loop": "stop checks and events",
+}
+PHASES = tuple(PHASE_WORDS)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,24 @@ class PhaseCounters(display.Shown):
         return asdict(self)
 
     def _repr_html_(self) -> str:
-        return display.counters(self)
+        phases = [(n, getattr(self, f"{n}_ns")) for n in PHASE_WORDS]
+        total, calls = max(self.total_ns, 1), max(self.calls, 1)
+        rows = [
+            (i, (n, f"{ns / 1e6:.1f} ms", f"{ns / 1e6 / calls:.3f} ms/token", f"{ns / total:.1%}",
+                 PHASE_WORDS[n]))
+            for i, (n, ns) in enumerate(phases) if ns
+        ]  # fmt: skip
+        hits, reads = self.expert_hit_rate, display.size(self.expert_io_bytes_requested)
+        counts = display.facts({
+            "experts": None if hits is None else f"{self.expert_requests} requested, "
+            f"{self.expert_hits} held ({hits:.1%}), {reads} read",
+            "prefetch": f"{self.prefetch_requests} requested, {self.prefetch_hits} used"
+            if self.prefetch_requests else None,
+            "dropped": f"{self.passes_dropped} passes" if self.passes_dropped else None,
+        })  # fmt: skip
+        stack = display.bar([(n, ns, f"{ns / 1e6:.1f} ms, {ns / total:.1%}") for n, ns in phases])
+        note = f"{self.total_ns / 1e6:.1f} ms for {self.calls} tokens in {self.passes} passes"
+        return display.card("Phases", note, stack, display.legend(rows), counts)
 
     def __str__(self) -> str:
         lines = [f"{'phase':<16}{'ms':>12}{'ms/call':>10}{'share':>8}"]

@@ -1,23 +1,16 @@
 """How objects show themselves in a notebook: HTML, with their plain text beside it.
 
-Knows HTML and which figures people look for first; the objects it shows are only read. What it
-writes is inline and complete: no script, style sheet or picture from elsewhere, every text escaped.
-Text takes the page's colour, and bars take mid-tones that stand out on light and on dark alike.
+Knows HTML, not the objects: each says, beside its text, which of its figures people look for first.
+What it writes is inline and complete: no script, style sheet or picture from elsewhere, every text
+escaped. Text takes the page's colour, and bars take mid-tones that stand out on light and on dark
+alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from turbospark.counters import PhaseCounters
-    from turbospark.generation import GenerationResult
-    from turbospark.memory import MemoryReport
-    from turbospark.runner import Runner
-    from turbospark.speculation.stats import SpeculationStats
-    from turbospark.steering.vectors import SteeringPolicy
+from typing import Any
 
 PALETTE = (
     "#2f7fd1", "#c9781b", "#2a9461", "#b0559b", "#8a7bd8",
@@ -27,19 +20,6 @@ PALETTE = (
 
 LINE = "rgba(128,128,128,.4)"
 FAINT = "rgba(128,128,128,.18)"
-
-PHASE_WORDS = {
-    "build": "building the graph, and products on a CPU",
-    "eval_wait": "waiting for a layer's router",
-    "final_wait": "waiting for the logits",
-    "router": "routing on the host",
-    "expert_io": "reading missing experts",
-    "bind": "uploading routes",
-    "pipeline_wait": "waiting for routed work",
-    "sampling": "choosing tokens",
-    "detokenize": "spelling tokens",
-    "loop": "stop checks and events",
-}
 
 
 class Shown:
@@ -168,152 +148,6 @@ def size(count: float) -> str:
 def speed(value: float | None) -> str | None:
     """Tokens per second for people; None stays None."""
     return None if value is None else f"{value:.1f} tokens/s"
-
-
-# --- objects --------------------------------------------------------------------------------------
-
-
-def memory(report: MemoryReport) -> str:
-    """A bar of what is planned, the formula of each part, and what MLX holds."""
-    return card("Memory", f"{size(report.planned)} planned", memory_bar(report), _mlx(report))
-
-
-def memory_bar(report: MemoryReport) -> str:
-    """The bar alone, with its legend."""
-    parts = [
-        ("weights", report.weights, "resident tensors, as they are computed with"),
-        ("experts", report.experts, report.expert_formula),
-        ("kv", report.kv, report.kv_formula),
-    ]
-    rows = [(i, (n, size(c), how)) for i, (n, c, how) in enumerate(parts) if c]
-    return bar([(n, c, size(c)) for n, c, _ in parts]) + legend(rows)
-
-
-def _mlx(report: MemoryReport) -> str:
-    held = f"{size(report.active)} now, {size(report.peak)} at most, {size(report.cache)} cached"
-    return facts({"MLX holds": held})
-
-
-def counters(found: PhaseCounters) -> str:
-    """A stacked bar of where the time went, and the counts beside it."""
-    phases = [(n, getattr(found, f"{n}_ns")) for n in PHASE_WORDS]
-    total, calls = max(found.total_ns, 1), max(found.calls, 1)
-    rows = [
-        (i, (n, f"{ns / 1e6:.1f} ms", f"{ns / 1e6 / calls:.3f} ms/token", f"{ns / total:.1%}",
-             PHASE_WORDS[n]))
-        for i, (n, ns) in enumerate(phases) if ns
-    ]  # fmt: skip
-    hits, reads = found.expert_hit_rate, size(found.expert_io_bytes_requested)
-    counts = facts({
-        "experts": None if hits is None else f"{found.expert_requests} requested, "
-        f"{found.expert_hits} held ({hits:.1%}), {reads} read",
-        "prefetch": f"{found.prefetch_requests} requested, {found.prefetch_hits} used"
-        if found.prefetch_requests else None,
-        "dropped": f"{found.passes_dropped} passes" if found.passes_dropped else None,
-    })  # fmt: skip
-    stack = bar([(n, ns, f"{ns / 1e6:.1f} ms, {ns / total:.1%}") for n, ns in phases])
-    note = f"{found.total_ns / 1e6:.1f} ms for {found.calls} tokens in {found.passes} passes"
-    return card("Phases", note, stack, legend(rows), counts)
-
-
-def result(found: GenerationResult) -> str:
-    """The text, how it ended and how fast it came."""
-    text = found.text if found.text is not None else ", ".join(map(str, found.token_ids))
-    return card("Answer", f"{found.new_tokens} tokens", quoted(text), facts(result_facts(found)))
-
-
-def result_facts(found: GenerationResult) -> dict[str, str | None]:
-    """The figures of a generation, in words; None for what did not happen."""
-    reused = f", {found.reused_prefix_tokens} reused" if found.reused_prefix_tokens else ""
-    end = found.stop_reason
-    if found.stop_string is not None:
-        end += f": {found.stop_string!r}"
-    elif found.stop_token_id is not None:
-        end += f": token {found.stop_token_id}"
-    fed = f"{found.prompt_tokens} tokens{reused} in {found.prefill_seconds:.2f} s"
-    made = f"{found.new_tokens} tokens in {found.decode_seconds:.2f} s"
-    hits = found.phases.expert_hit_rate
-    return {
-        "stopped": end,
-        "prompt": _joined(fed, speed(found.prefill_tokens_per_second)),
-        "answer": _joined(made, speed(found.decode_tokens_per_second)),
-        "seed": None if found.seed is None else str(found.seed),
-        "expert hits": None if hits is None else f"{hits:.1%}",
-        "speculation": None if found.speculation is None else str(found.speculation),
-    }
-
-
-def _joined(*words: str | None) -> str:
-    return ", ".join(word for word in words if word)
-
-
-def runner(found: Runner) -> str:
-    """The model, what "auto" became, the context in use and the memory bar."""
-    chosen = found.resolved
-    note = f"{chosen.family} ({chosen.model_type}) on {chosen.device}, {chosen.dtype}"
-    if found.closed:
-        return card(found.path.name, note, facts({"state": "closed"}))
-    experts = None
-    if found.arch.num_experts:
-        held = "" if chosen.expert_residency == "resident" else (
-            f", {chosen.expert_cache_slots} slots per layer"
-        )  # fmt: skip
-        experts = (
-            f"{found.arch.num_experts} per layer, {found.arch.top_k_experts} per token; "
-            f"{chosen.expert_residency}{held}"
-        )
-    used = f"{found.position} of {found.max_context} tokens"
-    rows = {
-        "layers": f"{found.arch.num_layers} of width {found.arch.hidden_size}",
-        "weights": chosen.weights,
-        "experts": experts,
-        "kv_quant": None if chosen.kv_quant == "off" else chosen.kv_quant,
-        "prefix reuse": "on" if found.prefix_reuse else None,
-        "conversations": str(found.session_slots) if found.session_slots > 1 else None,
-        "steering": found.steering_line,
-        "context": used,
-    }
-    by_vector = zip(*(found.steering_coefficients or []), strict=True)
-    said = "coefficients per layer of the last row; the second colour is below zero"
-    coefficients = [
-        facts({f"vector {i}": said}) + strip(values, f"vector {i}: {said}")
-        for i, values in enumerate(by_vector, 1)
-    ]
-    report = found.memory
-    fill = gauge("context", found.position, found.max_context, used)
-    plan = facts({"memory": f"{size(report.planned)} planned"})
-    parts = [facts(rows), fill, *coefficients, plan, memory_bar(report), _mlx(report)]
-    return card(found.path.name, note, *parts)
-
-
-def speculation(found: SpeculationStats) -> str:
-    """What drafting gave per round, acceptance by position, and where its time went."""
-    if not found.rounds:
-        return card("Speculation", f"{found.drafter}: no rounds")
-    note = f"{found.drafter}, up to {found.width} proposals a round"
-    shares = ["-" if share is None else f"{share:.0%}" for share in found.per_position_acceptance]
-    rows = {
-        "rounds": f"{found.rounds}, {found.committed_per_round or 0:.2f} tokens each",
-        "accepted": f"{found.accepted} of {sum(found.offered)} judged proposals",
-        "by position": ", ".join(shares),
-        "rollbacks": str(found.rollbacks),
-    }
-    parts = [(n, getattr(found, f"{n}_seconds")) for n in ("draft", "verify", "rollback")]
-    stack = bar([(n, s, f"{s:.2f} s") for n, s in parts])
-    named = legend((i, (n, f"{s:.2f} s", "")) for i, (n, s) in enumerate(parts) if s)
-    return card("Speculation", note, facts(rows), stack, named)
-
-
-def steering(found: SteeringPolicy) -> str:
-    """Every vector of a policy, with the length of its direction per layer."""
-    parts = []
-    for vector in found.vectors:
-        blocks = vector.set.covered_layers
-        norms = {b: float((d * d).sum()) ** 0.5 for b, d in vector.set.directions.items()}
-        words = f"lengths of the directions at layers {blocks[0]} to {blocks[-1]}"
-        parts.append(facts({str(vector): words}))
-        parts.append(strip([norms.get(block) for block in range(blocks[-1] + 1)], words))
-    return card("Steering", str(found), *parts)
 
 
 def options(rows: Mapping[str, Any], title: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from turbospark.engine import Engine
 from turbospark.errors import OptionError, SpeculationUnavailableError
-from turbospark.generation import GenerationResult
 from turbospark.memory import MemoryReport
 from turbospark.options import GenerationOptions, OpenOptions
 from turbospark.resolve import Resolved
+from turbospark.result import GenerationResult
 from turbospark.sampling import Sampler
 from turbospark.speculation.acceptance import Law, Matching, Rejection
 from turbospark.speculation.draft_model import DraftModel, same_vocabulary

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
-from turbospark import display
-from turbospark.counters import PhaseClock, PhaseCounters
+from turbospark.counters import PhaseClock
 from turbospark.errors import (
     ContextOverflowError,
     EmptyPromptError,
@@ -23,9 +22,9 @@ from turbospark.errors import (
 )
 from turbospark.options import GenerationOptions
 from turbospark.progress import DELAY, bar
+from turbospark.result import GenerationResult
 from turbospark.sampling import Sampler
 from turbospark.speculation.rounds import Rounds
-from turbospark.speculation.stats import SpeculationStats
 from turbospark.text.grammar import Constraint
 from turbospark.text.stops import StopMatcher
 from turbospark.text.tokenizer import Tokenizer
@@ -98,59 +97,6 @@ class Tail:
     def delta(self) -> str:
         """The same under a token's name, so that both can be printed alike."""
         return self.text
-
-
-@dataclass(frozen=True)
-class GenerationResult(display.Shown):
-    """What a generation made and what it cost. Seconds are the runner's own: time that the
-    consumer of a stream takes between two events is nobody's.
-    """
-
-    token_ids: list[int]
-    """Generated ids; the end token that stopped them is not among them."""
-    text: str | None
-    """Their text up to a stop string; None when the install has no tokenizer."""
-    stop_reason: str
-    """One of `STOP_REASONS`."""
-    prompt_tokens: int
-    prefill_seconds: float
-    decode_seconds: float
-    stop_token_id: int | None = None
-    """The end token that was sampled, when one stopped the generation."""
-    stop_string: str | None = None
-    seed: int | None = None
-    """The seed in force, also when it came from the clock; None when greedy."""
-    kv_position: int = 0
-    kv_backed_token_ids: list[int] = field(default_factory=list, repr=False)
-    reused_prefix_tokens: int = 0
-    session_slot_evicted: bool = False
-    peak_memory_pressure: str | None = None
-    speculation: SpeculationStats | None = None
-    """What drafting brought; None when nothing was drafted."""
-    phases: PhaseCounters = field(default_factory=PhaseCounters, repr=False)
-    """Counters of this generation alone."""
-
-    @property
-    def new_tokens(self) -> int:
-        """Number of generated tokens."""
-        return len(self.token_ids)
-
-    @property
-    def prefill_tokens_per_second(self) -> float | None:
-        """Prompt tokens actually fed per second; None when nothing was measured."""
-        fed = self.prompt_tokens - self.reused_prefix_tokens
-        return fed / self.prefill_seconds if self.prefill_seconds else None
-
-    @property
-    def decode_tokens_per_second(self) -> float | None:
-        """Generated tokens per second; None when there are none."""
-        return self.new_tokens / self.decode_seconds if self.new_tokens else None
-
-    def _repr_html_(self) -> str:
-        return display.result(self)
-
-    def __str__(self) -> str:
-        return self.text if self.text is not None else str(self.token_ids)
 
 
 @dataclass(frozen=True)

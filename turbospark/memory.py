@@ -31,7 +31,21 @@ class MemoryReport(display.Shown):
         return self.weights + self.experts + self.kv
 
     def _repr_html_(self) -> str:
-        return display.memory(self)
+        note = f"{display.size(self.planned)} planned"
+        return display.card("Memory", note, *self.drawn())
+
+    def drawn(self) -> tuple[str, str]:
+        """HTML: a bar of what is planned, with the formula of each part, and what MLX holds."""
+        size = display.size
+        parts = [
+            ("weights", self.weights, "resident tensors, as they are computed with"),
+            ("experts", self.experts, self.expert_formula),
+            ("kv", self.kv, self.kv_formula),
+        ]
+        rows = [(i, (n, size(c), how)) for i, (n, c, how) in enumerate(parts) if c]
+        planned = display.bar([(n, c, size(c)) for n, c, _ in parts]) + display.legend(rows)
+        held = f"{size(self.active)} now, {size(self.peak)} at most, {size(self.cache)} cached"
+        return planned, display.facts({"MLX holds": held})
 
     def __str__(self) -> str:
         rows = [

@@ -11,8 +11,9 @@ from typing import Any
 
 from turbospark import display
 from turbospark.cli.console import interruptible
-from turbospark.generation import Event, Finished, GenerationResult, Prefill, Tail, Token
+from turbospark.generation import Event, Finished, Prefill, Tail, Token
 from turbospark.options import GenerationOptions
+from turbospark.result import GenerationResult
 from turbospark.runner import Runner
 from turbospark.text.prompts import Prompt
 
@@ -58,7 +59,7 @@ class _Lines:
 
     def end(self, result: GenerationResult) -> None:
         ids = "" if result.text is not None else str(result.token_ids)
-        facts = display.result_facts(result)
+        facts = result.figures()
         print(ids + "\n" + "; ".join(f"{name} {value}" for name, value in facts.items() if value))
 
 

@@ -48,6 +48,7 @@ from turbospark.opening import load
 from turbospark.options import GenerationOptions, LiveToggles, OpenOptions
 from turbospark.policies import short
 from turbospark.resolve import Resolved, configured, resolve, resolve_caches, resolve_context
+from turbospark.runner_card import card
 from turbospark.speculation.opening import drafter_specs
 from turbospark.steered import Steered, placed
 from turbospark.steering import SteeringPolicy
@@ -455,7 +456,7 @@ class Runner(display.Shown, Steered, Drafted):
         )
 
     def _repr_html_(self) -> str:
-        return display.runner(self)
+        return card(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._engine is None else f"position {self._engine.position}"

@@ -13,7 +13,8 @@ import pytest
 
 from turbospark import OpenOptions, Runner
 from turbospark.cli import talk
-from turbospark.generation import Finished, GenerationResult, Token
+from turbospark.generation import Finished, Token
+from turbospark.result import GenerationResult
 
 Command = Callable[..., Any]
 GREEDY = ("--temperature", 0, "--max-new", 12, "--ignore-eos")

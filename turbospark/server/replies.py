@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from turbospark.generation import Finished, GenerationResult, Tail, Token
+from turbospark.generation import Finished, Tail, Token
+from turbospark.result import GenerationResult
 from turbospark.text.turns import Content, Reasoning, ReleasedToolSpan, ToolCall
 
 

@@ -111,7 +111,22 @@ class SpeculationStats(display.Shown):
         }
 
     def _repr_html_(self) -> str:
-        return display.speculation(self)
+        if not self.rounds:
+            return display.card("Speculation", f"{self.drafter}: no rounds")
+        note = f"{self.drafter}, up to {self.width} proposals a round"
+        shares = [
+            "-" if share is None else f"{share:.0%}" for share in self.per_position_acceptance
+        ]
+        rows = {
+            "rounds": f"{self.rounds}, {self.committed_per_round or 0:.2f} tokens each",
+            "accepted": f"{self.accepted} of {sum(self.offered)} judged proposals",
+            "by position": ", ".join(shares),
+            "rollbacks": str(self.rollbacks),
+        }
+        parts = [(n, getattr(self, f"{n}_seconds")) for n in ("draft", "verify", "rollback")]
+        stack = display.bar([(n, s, f"{s:.2f} s") for n, s in parts])
+        named = display.legend((i, (n, f"{s:.2f} s", "")) for i, (n, s) in enumerate(parts) if s)
+        return display.card("Speculation", note, display.facts(rows), stack, named)
 
     def __str__(self) -> str:
         if not self.rounds:

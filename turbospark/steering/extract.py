@@ -7,23 +7,54 @@ model runs: it is handed an open runner.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import mlx.core as mx
 import numpy as np
 from tqdm.auto import tqdm
 
 from turbospark.errors import OptionError
+from turbospark.install.arch import ArchConfig
 from turbospark.policies import short
 from turbospark.steering.vectors import SteeringSet
-
-if TYPE_CHECKING:
-    from turbospark.runner import Runner
 
 METHODS = ("mean_difference", "pca")
 
 
+class Named(Protocol):
+    """What an open found, as far as its name."""
+
+    @property
+    def model_type(self) -> str:
+        """As in config.json."""
+
+
+class OpenModel(Protocol):
+    """A runner, as far as directions are made with it."""
+
+    arch: ArchConfig
+
+    @property
+    def resolved(self) -> Named:
+        """What the open found."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that fit."""
+
+    @property
+    def steering_line(self) -> str | None:
+        """The steering in force."""
+
+    def checked(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt; refuses what is none."""
+
+    def residuals(self, prompt: Any) -> mx.array:
+        """float32 [layers, hidden]: the stream at the prompt's last token."""
+
+
 def extract(
-    runner: Runner,
+    runner: OpenModel,
     positive: Sequence[Any],
     negative: Sequence[Any],
     method: str = "mean_difference",
@@ -71,7 +102,7 @@ def _check_lists(positive: Any, negative: Any) -> None:
             )
 
 
-def _ids(runner: Runner, prompt: Any) -> list[int]:
+def _ids(runner: OpenModel, prompt: Any) -> list[int]:
     """A prompt's token ids, refused before any prompt is computed."""
     ids = runner.checked(prompt)
     if len(ids) > runner.max_context:
@@ -82,7 +113,7 @@ def _ids(runner: Runner, prompt: Any) -> list[int]:
     return ids
 
 
-def _check(runner: Runner, positive: list[Any], negative: list[Any], method: str) -> None:
+def _check(runner: OpenModel, positive: list[Any], negative: list[Any], method: str) -> None:
     if method not in METHODS:
         raise OptionError(f"method={short(method)} is not valid; works: {', '.join(METHODS)}")
     if not positive or not negative:

@@ -401,7 +401,16 @@ class SteeringPolicy(display.Shown, FrozenOptions):
         return self._told(f"{len(self.covered_layers)} layers") if self.vectors else "off"
 
     def _repr_html_(self) -> str:
-        return display.steering(self)
+        parts = []
+        for vector in self.vectors:
+            blocks = vector.set.covered_layers
+            norms = {b: float((d * d).sum()) ** 0.5 for b, d in vector.set.directions.items()}
+            words = f"lengths of the directions at layers {blocks[0]} to {blocks[-1]}"
+            parts.append(display.facts({str(vector): words}))
+            parts.append(
+                display.strip([norms.get(block) for block in range(blocks[-1] + 1)], words)
+            )
+        return display.card("Steering", str(self), *parts)
 
     def _told(self, covered: str) -> str:
         extra = f", target {self.target:g}" if self._clamps() else ""
