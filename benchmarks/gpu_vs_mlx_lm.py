@@ -312,7 +312,8 @@ def quick_case(name: str, tokens: int, contexts: list[int], ours_only: bool) -> 
         return
     say(case=name, **launch_counts(model, engine, prompt), after_s=spent())
     prompt = random_prompt(PREFILL[name])
-    our_decode(engine, prompt, 2), peer_decode(model, prompt, 2)
+    our_decode(engine, prompt, 2)
+    peer_decode(model, prompt, 2)
     for _ in range(3):
         ours, theirs = our_decode(engine, prompt, 2)[0], peer_decode(model, prompt, 2)[0]
         say(case=name, prefill_of=len(prompt), turbospark=round(ours), mlx_lm=round(theirs),
@@ -366,7 +367,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--quick", action="store_true", help="three rounds, printed as they come")
-    parser.add_argument("--ours-only", action="store_true", help="quick, without mlx-lm")
+    parser.add_argument("--ours-only", action="store_true", help="quick, mlx-lm's model not timed")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.out and (args.quick or args.ours_only):

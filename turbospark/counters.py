@@ -137,6 +137,8 @@ class PhaseCounters(display.Shown):
             f"{self.expert_hits} held ({hits:.1%}), {reads} read",
             "prefetch": f"{self.prefetch_requests} requested, {self.prefetch_hits} used"
             if self.prefetch_requests else None,
+            "kernels": f"{self.fused_layers} fused layers, {self.delta_rows} gated delta rows"
+            if self.fused_layers or self.delta_rows else None,
             "dropped": f"{self.passes_dropped} passes" if self.passes_dropped else None,
         })  # fmt: skip
         stack = display.bar([(n, ns, f"{ns / 1e6:.1f} ms, {ns / total:.1%}") for n, ns in phases])

@@ -23,7 +23,7 @@ class GenerationResult(display.Shown):
     text: str | None
     """Their text up to a stop string; None when the install has no tokenizer."""
     stop_reason: str
-    """One of `STOP_REASONS`."""
+    """One of `generation.STOP_REASONS`."""
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float

@@ -63,7 +63,7 @@ def test_a_kernel_that_fails_is_named_and_the_next_one_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(where: str) -> mx.array:
-        raise RuntimeError(f"no such function on {where}\nand much more")
+        raise RuntimeError(f"cannot build\nx:3: error: no such function on {where}\nand more")
 
     ones = lambda *_: mx.ones((1,))  # noqa: E731
     checks = [
@@ -73,7 +73,9 @@ def test_a_kernel_that_fails_is_named_and_the_next_one_is_checked(
     monkeypatch.setattr(check, "CHECKS", {("chain",): lambda: checks})
     assert check.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "FAILED: no such function on metal" in lines[2] and "much more" not in "".join(lines)
+    assert "FAILED: x:3: error: no such function on metal" in lines[
+        2
+    ] and "and more" not in "".join(lines)
     assert lines[3].startswith("chain") and "FAILED" not in lines[3] and lines[4] == "1 wrong"
 
 

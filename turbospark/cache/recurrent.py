@@ -77,7 +77,7 @@ class CarriedState:
         return None
 
     def keep_rows(self, start: int, rows: int) -> None:
-        """Become what the first `rows` rows of the taped pass left, as the pass rounded them.
+        """Become what the first `rows` rows of the taped pass left, within rounding.
 
         The tape is used up. Raises UnsupportedError where `keep_refusal` has a reason.
         """

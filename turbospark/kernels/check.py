@@ -391,14 +391,16 @@ def _report(check: Check, where: str) -> bool:
     try:
         row = measured(check, where)
     except (RuntimeError, ValueError) as e:
-        print(f"{check.kernel:22} {check.shape:34} FAILED: {str(e).splitlines()[0]}", flush=True)
+        lines = [line.strip() for line in str(e).splitlines() if line.strip()] or [repr(e)]
+        why = next((line for line in lines if "error:" in line), lines[0])
+        print(f"{check.kernel:22} {check.shape:34} FAILED: {why}", flush=True)
         return False
     print(row, flush=True)
     return row.right
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if a kernel is wrong."""
+    """Print the table; 1 if a kernel is wrong or none was checked."""
     parser = argparse.ArgumentParser(prog="python -m turbospark.kernels.check")
     names = [name for group in CHECKS for name in group]
     parser.add_argument("--kernel", action="append", choices=names, help="only this (repeatable)")

@@ -29,7 +29,9 @@ SEQUENTIAL_ROWS = 8
 
 
 def replay_state(x: DeltaInputs, state: mx.array, rows: int, kernels: bool = False) -> mx.array:
-    """The state after the first `rows` rows, to the bit what the pass held there."""
+    """The state after the first `rows` rows: by our kernel to the bit what the pass held there, by
+    MLX's primitive rounded as single steps round.
+    """
     most = rows if kernels else SEQUENTIAL_ROWS
     for start in range(0, rows, most):
         part = x.rows(slice(start, min(start + most, rows)))
