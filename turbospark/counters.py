@@ -123,6 +123,13 @@ class PhaseCounters(display.Shown):
         """Field name to value, in declaration order."""
         return asdict(self)
 
+    @property
+    def _by_kernels(self) -> str | None:
+        """What ran by kernels of our own, in words; None for nothing."""
+        if not (self.fused_layers or self.delta_rows):
+            return None
+        return f"{self.fused_layers} fused layers, {self.delta_rows} gated delta rows"
+
     def _repr_html_(self) -> str:
         phases = [(n, getattr(self, f"{n}_ns")) for n in PHASE_WORDS]
         total, calls = max(self.total_ns, 1), max(self.calls, 1)
@@ -137,8 +144,7 @@ class PhaseCounters(display.Shown):
             f"{self.expert_hits} held ({hits:.1%}), {reads} read",
             "prefetch": f"{self.prefetch_requests} requested, {self.prefetch_hits} used"
             if self.prefetch_requests else None,
-            "kernels": f"{self.fused_layers} fused layers, {self.delta_rows} gated delta rows"
-            if self.fused_layers or self.delta_rows else None,
+            "kernels": self._by_kernels,
             "dropped": f"{self.passes_dropped} passes" if self.passes_dropped else None,
         })  # fmt: skip
         stack = display.bar([(n, ns, f"{ns / 1e6:.1f} ms, {ns / total:.1%}") for n, ns in phases])
@@ -154,10 +160,8 @@ class PhaseCounters(display.Shown):
                 ms = ns / 1e6
                 lines.append(f"{name:<16}{ms:>12.2f}{ms / calls:>10.3f}{ns / total:>8.1%}")
         lines.append(f"{'calls':<16}{self.calls:>12} tokens in {self.passes} passes")
-        if self.fused_layers or self.delta_rows:
-            lines.append(
-                f"kernels: {self.fused_layers} fused layers, {self.delta_rows} gated delta rows"
-            )
+        if self._by_kernels:
+            lines.append(f"kernels: {self._by_kernels}")
         if self.expert_requests:
             lines.append(
                 f"experts: {self.expert_requests} requested, {self.expert_hits} hit "

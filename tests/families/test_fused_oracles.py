@@ -33,6 +33,18 @@ def _packed(*args: object, expand: bool, **kwargs: object) -> Weights:
     return Weights(*args, expand=False, **kwargs)  # type: ignore[arg-type]
 
 
+def follow(runner: Runner, oracle: Oracle) -> int:
+    """Steps through the recorded greedy continuation, all of which must agree; their number."""
+    row = np.array(runner.prefill(oracle.ids))
+    rows = []
+    for token in oracle.greedy_ids:
+        rows.append(row)
+        assert int(row.argmax()) == token
+        row = np.array(runner.step(token))
+    assert float(np.abs(np.stack(rows) - oracle.greedy_logits).max()) < 2e-4
+    return len(rows)
+
+
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_follow_the_greedy_continuation(
@@ -42,14 +54,7 @@ def test_steps_follow_the_greedy_continuation(
     options = OpenOptions(expert_residency="resident", max_context=200, kernels=kernels)
     with Runner.open(installed(name), options) as runner:
         assert runner.resolved.kernels == kernels
-        row = np.array(runner.prefill(oracle.ids))
-        rows = []
-        for token in oracle.greedy_ids:
-            rows.append(row)
-            assert int(row.argmax()) == token
-            row = np.array(runner.step(token))
-        assert float(np.abs(np.stack(rows) - oracle.greedy_logits).max()) < 2e-4
-        steps = len(oracle.greedy_ids)
+        steps = follow(runner, oracle)
         layers = oracle.config["num_hidden_layers"]
         fused = steps * layers if kernels == "auto" else 0
         assert runner.phase_counters.fused_layers == fused
@@ -63,15 +68,10 @@ def test_gated_delta_nets_follow_the_greedy_continuation(
     oracle = Oracle(ORACLES / name)
     options = OpenOptions(expert_residency="auto", max_context=200, kernels=kernels)
     with Runner.open(installed(name), options) as runner:
-        rows = [np.array(runner.prefill(oracle.ids))]
-        before = runner.phase_counters
-        rows += [np.array(runner.step(token)) for token in oracle.greedy_ids[:-1]]
-        assert [int(row.argmax()) for row in rows] == list(oracle.greedy_ids)
-        assert float(np.abs(np.stack(rows) - oracle.greedy_logits).max()) < 2e-4
+        rows = len(oracle.ids) + follow(runner, oracle)
         layers = oracle.config.get("text_config", oracle.config)["layer_types"]
         nets = layers.count("linear_attention") if kernels == "auto" else 0
-        steps = len(oracle.greedy_ids) - 1
-        assert (runner.phase_counters - before).delta_rows == steps * nets
+        assert runner.phase_counters.delta_rows == rows * nets
 
 
 def test_streamed_experts_leave_their_layers_as_they_are(installed: Callable[[str], Path]) -> None:

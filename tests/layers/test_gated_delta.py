@@ -15,11 +15,11 @@ from turbospark.install.planes import Planes
 from turbospark.kernels import delta_rows, delta_step
 from turbospark.kernels.choices import PLAIN, Choices
 from turbospark.kernels.delta_rows import DeltaInputs, gated_delta, gated_delta_reference
+from turbospark.kernels.delta_step import decay_of
 from turbospark.layers.gated_delta import (
     DeltaShape,
     GatedDeltaNet,
     causal_conv,
-    decay_of,
     l2_norm,
     replay_state,
 )

@@ -34,10 +34,8 @@ def rows_checks(rows: int) -> Iterator[Check]:
     inputs = [floats(a)[0] for a in (x.q, x.k, x.v, x.decay, x.beta)]
     for q_row, k_row, v_row, decay, beta in zip(*inputs, strict=True):
         q_row, k_row = (np.repeat(a, VALUE_HEADS // KEY_HEADS, axis=0) for a in (q_row, k_row))
-        memory = memory * decay[:, None, None]
-        missing = beta[:, None] * (v_row - np.einsum("vij,vj->vi", memory, k_row))
-        memory = memory + missing[:, :, None] * k_row[:, None, :]
-        want.append(np.einsum("vij,vj->vi", memory, q_row))
+        out, memory = exact_row(memory, q_row, k_row, v_row, decay, beta)
+        want.append(out)
     read = sum(a.nbytes for a in vars(x).values()) + 2 * state.nbytes
     label = f"{rows} rows, {KEY_HEADS} and {VALUE_HEADS} heads"
     found = {"out": np.stack(want)[None], "memory": memory[None]}
@@ -93,11 +91,23 @@ def exact_step(
         for x in (mixed[:KEYS], mixed[KEYS : 2 * KEYS])
     )
     decay = np.exp(floats(d.rate) * np.log1p(np.exp(a + floats(d.dt_bias))))
-    state = state * decay[:, None, None]
-    known = np.einsum("vij,vj->vi", state, k)
-    missing = sigmoid(b)[:, None] * (mixed[2 * KEYS :].reshape(-1, DIM) - known)
-    state = state + missing[:, :, None] * k[:, None, :]
-    out = np.einsum("vij,vj->vi", state, q * DIM**-0.5)
+    v = mixed[2 * KEYS :].reshape(-1, DIM)
+    out, state = exact_row(state, q * DIM**-0.5, k, v, decay, sigmoid(b))
     out = out / np.sqrt((out * out).mean(-1, keepdims=True) + d.eps) * floats(d.norm)
     gate = z * sigmoid(z)
     return (out.reshape(-1) * gate)[None, None], state[None]
+
+
+def exact_row(
+    memory: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    decay: np.ndarray,
+    beta: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(o [V, Dv], memory [V, Dv, Dk]) after one row of q, k [V, Dk], v [V, Dv], gates [V]."""
+    memory = memory * decay[:, None, None]
+    missing = beta[:, None] * (v - np.einsum("vij,vj->vi", memory, k))
+    memory = memory + missing[:, :, None] * k[:, None, :]
+    return np.einsum("vij,vj->vi", memory, q), memory

@@ -48,8 +48,17 @@ class Delta:
         heads = (self.key_heads, self.value_heads)
         return (*heads, self.key_dim, self.value_dim, self.taps.shape[0], self.sigmoid)
 
+    def gate(self, z: mx.array) -> mx.array:
+        """What multiplies the normed output."""
+        return mx.sigmoid(z) if self.sigmoid else z * mx.sigmoid(z)
+
 
 # --- reference ------------------------------------------------------------------------------------
+
+
+def decay_of(a: mx.array, rate: mx.array, dt_bias: mx.array) -> mx.array:
+    """exp(rate * softplus(a + dt_bias)) in float32, where rate = -exp(A_log)."""
+    return mx.exp(rate * mx.logaddexp(a.astype(mx.float32) + dt_bias, 0.0))
 
 
 def delta_step_reference(
@@ -77,14 +86,13 @@ def delta_step_reference(
         unit(q, d.key_dim**-0.5),
         unit(k, 1.0),
         v.reshape(1, 1, d.value_heads, d.value_dim),
-        mx.exp(d.rate * mx.logaddexp(a.astype(mx.float32) + d.dt_bias, 0.0)),
+        decay_of(a, d.rate, d.dt_bias),
         mx.sigmoid(b.astype(mx.float32)),
     )
     out, state = gated_delta_reference(inputs, state)
     out = mx.fast.rms_norm(out, d.norm, d.eps).reshape(1, 1, values)
-    z = z.astype(mx.float32)
-    gate = mx.sigmoid(z) if d.sigmoid else z * mx.sigmoid(z)
-    return (out * gate).astype(row.dtype), window[:, 1:], state
+    out = out * d.gate(z.astype(mx.float32))
+    return out.astype(row.dtype), window[:, 1:], state
 
 
 # --- kernel ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from turbospark.cache.specs import RecurrentSpec
 from turbospark.cache.state import LayerStates
 from turbospark.kernels import delta_rows, delta_step
 from turbospark.kernels.delta_rows import DeltaInputs, gated_delta
-from turbospark.kernels.delta_step import L2_EPS, Delta
+from turbospark.kernels.delta_step import L2_EPS, Delta, decay_of
 from turbospark.layers.norm import RMSNorm
 from turbospark.layers.weights import Weights
 
@@ -65,11 +65,6 @@ def silu(x: mx.array) -> mx.array:
 def l2_norm(x: mx.array, scale: mx.array) -> mx.array:
     """x / sqrt(sum(x^2) + eps) over the last axis, times sqrt(D) * `scale` [D]."""
     return mx.fast.rms_norm(x, scale, L2_EPS / x.shape[-1])
-
-
-def decay_of(a: mx.array, rate: mx.array, dt_bias: mx.array) -> mx.array:
-    """exp(rate * softplus(a + dt_bias)) in float32, where rate = -exp(A_log)."""
-    return mx.exp(rate * mx.logaddexp(a.astype(mx.float32) + dt_bias, 0.0))
 
 
 # --- the layer ------------------------------------------------------------------------------------
@@ -164,7 +159,7 @@ class GatedDeltaNet:
 
         memory.update(states.step, (state, self._past(joined, rows)), after)
         z = z.astype(mx.float32).reshape(1, rows, shape.value_heads, shape.value_dim)
-        out = self.norm(out) * (mx.sigmoid(z) if self.delta.sigmoid else silu(z))
+        out = self.norm(out) * self.delta.gate(z)
         return self.out_proj(out.reshape(1, rows, shape.values).astype(x.dtype))
 
     def _one_row(self, x: mx.array, memory: RecurrentState, step: Step) -> mx.array:
